@@ -1,0 +1,80 @@
+"""I/O. The directories an executor uses: private to the user, and swept of what the dead left behind."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+from checkpoint_executor import procfs
+from checkpoint_executor.errors import ConfigError
+
+__all__ = ["locks_directory", "make_runtime_directory", "sweep", "user_directory"]
+
+#: ``sun_path`` holds 108 bytes with its final zero (unix(7)).
+_MAX_SOCKET_PATH = 107
+#: The longest socket name that is made below the runtime directory.
+_LONGEST_NAME = len("/rendezvous/000000000000000000000000")
+
+_count = itertools.count()
+
+
+def user_directory(base: str | None = None) -> Path:
+    """The user's own 0700 directory below ``base`` (by default the temporary directory).
+
+    Raises:
+        ConfigError: it exists and is not ours, or is open to others.
+    """
+    path = Path(base or tempfile.gettempdir()) / f"checkpoint-executor-{os.getuid()}"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise ConfigError(f"cannot make {path}: {error}. Nothing was started") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        # Somebody else made it first, or opened it: sockets in it would not be private.
+        raise ConfigError(
+            f"{path} must be a directory of our own with mode 0700 (is: uid {status.st_uid}, mode "
+            f"{stat.filemode(status.st_mode)}). Remove it, or choose another runtime_dir. Nothing was started"
+        )
+    return path
+
+
+def locks_directory() -> Path:
+    """Where the per-device admission locks are, for all executors of this user."""
+    return user_directory() / "locks"
+
+
+def make_runtime_directory(base: str | None) -> Path:
+    """A fresh private directory for one executor; its name says whose it is.
+
+    Raises:
+        ConfigError: it cannot be made, or sockets below it would have too long a path.
+    """
+    parent = user_directory(base)
+    sweep(parent)
+    pid = os.getpid()
+    path = parent / f"{pid}-{procfs.start_time(pid)}-{next(_count)}"
+    if len(os.fsencode(path)) + _LONGEST_NAME > _MAX_SOCKET_PATH:
+        raise ConfigError(
+            f"{path} is too long for sockets ({_MAX_SOCKET_PATH} bytes with their names): choose a shorter "
+            "runtime_dir. Nothing was started"
+        )
+    try:
+        path.mkdir(mode=0o700)
+        (path / "rendezvous").mkdir(mode=0o700)
+    except OSError as error:
+        raise ConfigError(f"cannot make {path}: {error}. Nothing was started") from error
+    return path
+
+
+def sweep(parent: Path) -> None:
+    """Remove runtime directories whose executor is dead: SIGKILL of parent and helper at once leaves one."""
+    for path in parent.iterdir():
+        pid, _, rest = path.name.partition("-")
+        started, _, _ = rest.partition("-")
+        if pid.isdigit() and started.isdigit() and not procfs.is_alive(int(pid), int(started)):
+            shutil.rmtree(path, ignore_errors=True)

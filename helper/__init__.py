@@ -1,0 +1,1 @@
+"""The helper process: the only place that calls the driver's checkpoint verbs."""

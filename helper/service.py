@@ -1,0 +1,298 @@
+"""The helper process: one loop, one thread per target, one thread for readings.
+
+It carries out what the coordinator decided and judges nothing beyond a single verb: read the state back, compare it
+with the table, keep the driver's code. Targets are driven concurrently, since a rank whose peer is locked can hang
+any call on it (https://github.com/NVIDIA/cuda-checkpoint/issues/30). The loop itself never blocks in the driver, so it
+always notices the parent's death, and then ends the workers: one that is inside a CUDA call may hold the GIL and
+cannot act for itself.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+
+from checkpoint_executor.child import Channel, FaultPlan, Stopwatch, die_with_parent, error_info
+from checkpoint_executor.child_spec import ChildSpec
+from checkpoint_executor.driver_states import (
+    EXPECTED_STATE,
+    DriverCode,
+    DriverError,
+    ProcessState,
+    Verb,
+)
+from checkpoint_executor.faults import Fault, Injection
+from checkpoint_executor.helper.admission import LOCK_WAIT_S, DeviceLocks, judge, needs
+from checkpoint_executor.helper.drivers import Driver
+from checkpoint_executor.helper.targets import HeldTarget
+from checkpoint_executor.messages import DeviceReading, ErrorInfo, Exit, StageCommand, StageReply
+
+__all__ = ["serve"]
+
+Job = Callable[[], None]
+
+_VERBS = {str(verb): verb for verb in Verb}
+
+
+def serve(spec: ChildSpec) -> None:
+    """Run the helper until it is told to exit or its parent is gone."""
+    parent = die_with_parent(spec)
+    service = HelperService(spec, open_driver(spec), parent)
+    service.run()
+
+
+def open_driver(spec: ChildSpec) -> Driver:
+    """The driver backend for this kind of device, not yet opened."""
+    if spec.device_kind == "cuda":
+        from checkpoint_executor.helper.cuda_driver import CudaDriver
+
+        return CudaDriver()
+    from checkpoint_executor.helper.soft_driver import SoftDriver
+
+    return SoftDriver(Path(spec.soft_root))
+
+
+class _Lane:
+    """A thread that does one thing after another."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Job] = SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def put(self, job: Job) -> None:
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        while True:
+            self._jobs.get()()
+
+
+class HelperService:
+    """The loop, and what it remembers: targets, their lanes, and the locks it holds for a wake."""
+
+    def __init__(self, spec: ChildSpec, driver: Driver, parent_pidfd: int) -> None:
+        self._spec = spec
+        self._driver = driver
+        self._parent_pidfd = parent_pidfd
+        self._faults = FaultPlan(spec)
+        self._targets: dict[int, HeldTarget] = {}
+        self._lanes: dict[int, _Lane] = {}
+        self._readings = _Lane("readings")
+        self._locks = DeviceLocks(Path(spec.locks_dir))
+        # zmq sockets belong to one thread: the lanes hand their replies over and wake the loop.
+        self._replies: SimpleQueue[tuple[StageReply, Injection | None]] = SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def run(self) -> None:
+        self._driver.open()
+        channel = Channel(self._spec)
+        channel.watch(self._parent_pidfd)
+        channel.watch(self._wake)
+        channel.hello(self._spec)
+        while True:
+            ready = channel.wait()
+            if self._parent_pidfd in ready:
+                self._parent_died()
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+                while not self._replies.empty():
+                    self._faults.send(channel, *self._replies.get())
+            while (received := channel.receive()) is not None:
+                message, _ = received
+                match message:
+                    case StageCommand():
+                        self._begin(message)
+                    case Exit():
+                        channel.close()
+                        os._exit(0)  # lanes may be inside the driver; there is nothing to clean up
+                    case _:
+                        print(f"checkpoint-executor helper: unexpected {message!r}", file=sys.stderr)  # noqa: T201
+
+    def _parent_died(self) -> None:
+        for held in self._targets.values():
+            held.kill()
+        # Sockets and the like: nobody else is left to remove them.
+        shutil.rmtree(self._spec.runtime_dir, ignore_errors=True)
+        os._exit(1)
+
+    # -- stages ----------------------------------------------------------------------------------
+
+    def _begin(self, command: StageCommand) -> None:
+        if command.stage in _VERBS:
+            verb = _VERBS[command.stage]
+            for rank in command.ranks:
+                self._lanes[rank].put(lambda rank=rank: self._verb(command, verb, rank))  # type: ignore[misc]
+            return
+        stage = {"register": self._register, "admit_wake": self._admit_wake}.get(command.stage, self._measure)
+        self._readings.put(lambda: stage(command))
+
+    def _reply(
+        self,
+        command: StageCommand,
+        rank: int,
+        elapsed_s: float,
+        *,
+        error: ErrorInfo | None = None,
+        before: ProcessState | None = None,
+        after: ProcessState | None = None,
+        reading: DeviceReading | None = None,
+        figures: dict[str, int] | None = None,
+        fault: Injection | None = None,
+    ) -> None:
+        reply = StageReply(
+            command.cycle,
+            command.index,
+            command.stage,
+            rank,
+            elapsed_s,
+            error=error,
+            state_before=before,
+            state_after=after,
+            reading=reading,
+            figures=figures or {},
+        )
+        self._replies.put((reply, fault))
+        os.eventfd_write(self._wake, 1)
+
+    def _verb(self, command: StageCommand, verb: Verb, rank: int) -> None:
+        """One verb on one target: act, read the state back, compare."""
+        held = self._targets[rank]
+        watch = Stopwatch()
+        error: ErrorInfo | None = None
+        before: ProcessState | None = None
+        after: ProcessState | None = None
+        fault: Injection | None = None
+        used_bytes = 0
+        try:
+            with self._faults.around(command.stage, rank) as fault:
+                if held.is_stopped:
+                    # Lock ignores its timeout on a stopped process, and even reading the state hangs.
+                    raise DriverError(
+                        verb, DriverCode.NOT_READY, detail=f"process {held.target.pid} is stopped (SIGSTOP); not called"
+                    )
+                before = self._driver.get_state(held.target)
+                if verb is Verb.CHECKPOINT:
+                    used_bytes = self._used_bytes(held)
+                try:
+                    self._act(verb, held, command, fault)
+                finally:
+                    after = self._driver.get_state(held.target)
+                if after is not EXPECTED_STATE[verb]:
+                    raise DriverError(verb, DriverCode.SUCCESS, detail=f"succeeded, but the state reads {after}")
+                if verb is Verb.CHECKPOINT:
+                    held.checkpointed_bytes = max(0, used_bytes - self._used_bytes(held))
+        except DriverError as failure:
+            if verb is Verb.UNLOCK and after is ProcessState.RUNNING:
+                # Unlock has been seen to return an error although it worked: the state decides.
+                print(f"checkpoint-executor helper: rank {rank}: {failure}, but it is running", file=sys.stderr)  # noqa: T201
+            else:
+                error = error_info(failure)
+        except Exception as failure:  # noqa: BLE001 - whatever it is, the parent must hear of it
+            error = error_info(failure)
+        self._reply(command, rank, watch.elapsed_s, error=error, before=before, after=after, fault=fault)
+
+    def _act(self, verb: Verb, held: HeldTarget, command: StageCommand, fault: Injection | None) -> None:
+        match fault.fault if fault else None:
+            case Fault.DRIVER_ERROR if fault:
+                raise DriverError(verb, fault.code, detail="injected")
+            case Fault.OUT_OF_MEMORY:
+                raise DriverError(verb, DriverCode.OUT_OF_MEMORY, detail="injected")
+            case Fault.WRONG_STATE:
+                return
+        match verb:
+            case Verb.LOCK:
+                self._driver.lock(held.target, command.timeout_ms)
+            case Verb.CHECKPOINT:
+                self._driver.checkpoint(held.target)
+            case Verb.RESTORE:
+                self._driver.restore(held.target)
+            case Verb.UNLOCK:
+                self._driver.unlock(held.target)
+
+    def _used_bytes(self, held: HeldTarget) -> int:
+        """Device bytes of one process; of its whole device where the reader cannot see the process."""
+        memory = self._driver.device_memory(held.target.device)
+        return dict(memory.holders).get(held.target.pid, memory.used_bytes)
+
+    # -- readings --------------------------------------------------------------------------------
+
+    def _register(self, command: StageCommand) -> None:
+        """Take the targets; prove with a state query that each can be reached."""
+        for target in command.targets:
+            watch = Stopwatch()
+            error = state = None
+            try:
+                held = HeldTarget(target)
+                state = self._driver.get_state(target)
+                if state is not ProcessState.RUNNING:
+                    raise DriverError(
+                        "get_state", DriverCode.SUCCESS, detail=f"a new worker should be running, not {state}"
+                    )
+                self._targets[target.rank] = held
+                self._lanes[target.rank] = _Lane(f"target-{target.rank}")
+            except Exception as failure:  # noqa: BLE001
+                error = error_info(failure)
+            self._reply(command, target.rank, watch.elapsed_s, error=error, after=state)
+
+    def _measure(self, command: StageCommand) -> None:
+        for rank in command.ranks:
+            watch = Stopwatch()
+            error = reading = None
+            fault: Injection | None = None
+            try:
+                with self._faults.around(command.stage, rank) as fault:
+                    device = self._targets[rank].target.device
+                    memory = self._driver.device_memory(device)
+                    reading = DeviceReading(device, memory.used_bytes, memory.total_bytes)
+            except Exception as failure:  # noqa: BLE001
+                error = error_info(failure)
+            self._reply(command, rank, watch.elapsed_s, error=error, reading=reading, fault=fault)
+        if command.stage == "measure_woken":
+            self._locks.release()
+
+    def _admit_wake(self, command: StageCommand) -> None:
+        """All ranks or none: a wake must not begin on some of them."""
+        watch = Stopwatch()
+        devices = {rank: self._targets[rank].target.device for rank in command.ranks}
+        verdicts: dict[int, ErrorInfo | None] = dict.fromkeys(command.ranks)
+        faults: dict[int, Injection | None] = {}
+        readings: dict[int, DeviceReading] = {}
+        try:
+            for rank in command.ranks:
+                with self._faults.around(command.stage, rank) as fault:
+                    faults[rank] = fault
+            busy = self._locks.acquire(devices.values())
+            if busy is not None:
+                message = (
+                    f"another executor has been waking on {busy} for {LOCK_WAIT_S:.0f} s. Nothing was touched: "
+                    "call wake_up() again"
+                )
+                verdicts = dict.fromkeys(command.ranks, ErrorInfo("refused", message, device=busy))
+            else:
+                bytes_by_rank = {
+                    rank: needed + (self._targets[rank].checkpointed_bytes if command.restoring else 0)
+                    for rank, needed in zip(command.ranks, command.needed_bytes, strict=True)
+                }
+                wanted = needs(devices, bytes_by_rank, command.margin_bytes)
+                memories = {device: self._driver.device_memory(device) for device in wanted}
+                for rank, device in devices.items():
+                    verdicts[rank] = judge(device, memories[device], wanted[device])
+                    readings[rank] = DeviceReading(device, memories[device].used_bytes, memories[device].total_bytes)
+        except Exception as failure:  # noqa: BLE001
+            verdicts = dict.fromkeys(command.ranks, error_info(failure))
+        if any(verdicts.values()):
+            self._locks.release()
+        for rank in command.ranks:
+            self._reply(
+                command,
+                rank,
+                watch.elapsed_s,
+                error=verdicts[rank],
+                reading=readings.get(rank),
+                fault=faults.get(rank),
+            )

@@ -1,0 +1,44 @@
+"""The processes the helper may act on: verified once, then held by pidfd."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from checkpoint_executor import procfs
+from checkpoint_executor.messages import Target
+
+__all__ = ["HeldTarget"]
+
+
+class HeldTarget:
+    """A registered target.
+
+    Args:
+        target: what the parent says about it.
+
+    Raises:
+        ProcessLookupError: it is gone, or the pid belongs to another process.
+        PermissionError: another user's process, or a thread id: the driver ends a process that is named by one of
+            its thread ids (https://github.com/NVIDIA/cuda-checkpoint/issues/41).
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.pidfd = procfs.open_pidfd(target.pid, target.start_time)
+        if procfs.thread_group_leader(target.pid) != target.pid:
+            raise PermissionError(f"{target.pid} is a thread id, not a process")
+        if procfs.owner_uid(target.pid) != os.getuid():
+            raise PermissionError(f"process {target.pid} belongs to uid {procfs.owner_uid(target.pid)}, not to us")
+        #: Device bytes the driver gave back when it checkpointed the process: what its restore will take.
+        self.checkpointed_bytes = 0
+
+    @property
+    def is_stopped(self) -> bool:
+        return procfs.is_stopped(self.target.pid)
+
+    def kill(self) -> None:
+        try:
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # it was faster

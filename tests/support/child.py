@@ -1,0 +1,46 @@
+"""The child's side that all targets share: hello, the command loop, and nothing left behind on a crash."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from checkpoint_executor import procfs
+from tests.support.channel import Channel
+
+__all__ = ["arguments", "channel", "serve"]
+
+
+def arguments() -> dict[str, Any]:
+    """What the parent passed."""
+    parsed: dict[str, Any] = json.loads(sys.argv[2])
+    return parsed
+
+
+def channel() -> Channel:
+    """The channel to the parent. Also switches core dumps off: some commands kill the process on purpose."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    return Channel(socket.socket(fileno=int(sys.argv[1])))
+
+
+def serve(parent: Channel, commands: dict[str, Callable[..., Any]], **hello: Any) -> None:
+    """Say hello and obey until ``exit`` or until the parent is gone."""
+    parent.send({"start_time": procfs.start_time(os.getpid()), **hello})
+    while True:
+        try:
+            message = parent.receive()
+        except EOFError:
+            return
+        command = message.pop("command")
+        if command == "exit":
+            return
+        parent.send({"reply": commands[command](**message)})
+
+
+if __name__ == "__main__":  # run as a module: a bystander
+    serve(channel(), {})

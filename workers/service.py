@@ -1,0 +1,299 @@
+"""The worker process: one loop on the main thread, which is also the only one that touches the device.
+
+It builds the user's Worker, runs its methods, and performs the worker's side of each stage. Ordering is not decided
+here. Between ``prepare_workspaces`` and ``restore_workspaces`` nothing in this process may touch the device: the loop
+waits on a socket, and the garbage collector is off, since a finalizer of a device object would synchronise, which
+ends a checkpointed process (seen on drivers 580 and 595).
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from checkpoint_executor import payload, wire
+from checkpoint_executor.child import (
+    Channel,
+    FaultPlan,
+    Stopwatch,
+    allow_tracing_by,
+    die_with_parent,
+    error_info,
+)
+from checkpoint_executor.child_spec import ChildSpec
+from checkpoint_executor.faults import Fault, Injection
+from checkpoint_executor.messages import BuildWorker, Call, CallReply, ErrorInfo, Exit, StageCommand, StageReply
+from checkpoint_executor.workers.protocols import DeviceRuntime
+from checkpoint_executor.workers.worker import Worker, WorkerContext, execution_methods
+
+__all__ = ["serve"]
+
+Figures = dict[str, int]
+
+
+def serve(spec: ChildSpec) -> None:
+    """Run the worker until it is told to exit or its parent is gone."""
+    die_with_parent(spec, on_death=lambda: os._exit(1))
+    allow_tracing_by(spec.helper_pid)
+    channel = Channel(spec)
+    channel.hello(spec)
+    WorkerService(spec, channel).run()
+
+
+def open_runtime(spec: ChildSpec) -> DeviceRuntime:
+    """Open the rank's device. Imports no torch on the software device."""
+    rendezvous = Path(spec.runtime_dir) / "rendezvous"
+    if spec.device_kind == "cuda":
+        from checkpoint_executor.workers.cuda_runtime import CudaRuntime
+
+        return CudaRuntime.open(
+            device_uuid=spec.device_id or None,
+            index=spec.rank,
+            rank=spec.rank,
+            world_size=spec.world_size,
+            rendezvous=rendezvous,
+            communication=spec.communication,
+            retain_backup=spec.retain_backup,
+        )
+    from checkpoint_executor.softgpu import device_name
+    from checkpoint_executor.workers.soft_runtime import SoftRuntime
+
+    return SoftRuntime.open(
+        root=Path(spec.soft_root),
+        name=spec.device_id or device_name(spec.rank),
+        rank=spec.rank,
+        world_size=spec.world_size,
+        rendezvous=rendezvous,
+        communication=spec.communication,
+        capacity_bytes=spec.soft_capacity_bytes,
+    )
+
+
+def resolve_worker_class(worker: type | str) -> type[Worker]:
+    """The Worker class from itself or its name, ``"package.module:Class"`` or ``"package.module.Class"``.
+
+    Raises:
+        TypeError: it is not a subclass of Worker.
+    """
+    if isinstance(worker, str):
+        module, _, name = worker.rpartition(":" if ":" in worker else ".")
+        found = getattr(importlib.import_module(module), name)
+    else:
+        found = worker
+    if not (isinstance(found, type) and issubclass(found, Worker)):
+        raise TypeError(f"{worker!r} is not a subclass of checkpoint_executor.workers.Worker")
+    return found
+
+
+class WorkerService:
+    """The loop, the user's worker, and its device."""
+
+    def __init__(self, spec: ChildSpec, channel: Channel) -> None:
+        self._spec = spec
+        self._channel = channel
+        self._faults = FaultPlan(spec)
+        self._runtime: DeviceRuntime | None = None
+        self._worker: Worker | None = None
+
+    def run(self) -> None:
+        while True:
+            received = self._channel.receive()
+            if received is None:
+                self._channel.wait()
+                continue
+            message, frames = received
+            match message:
+                case BuildWorker():
+                    self._build(message, frames)
+                case StageCommand():
+                    self._stage(message)
+                case Call():
+                    self._call(message, frames)
+                case Exit():
+                    self._exit()
+
+    # -- the user's worker -----------------------------------------------------------------------
+
+    @property
+    def runtime(self) -> DeviceRuntime:
+        if self._runtime is None:
+            raise RuntimeError("the worker has not been built")
+        return self._runtime
+
+    @property
+    def worker(self) -> Worker:
+        if self._worker is None:
+            raise RuntimeError("the worker has not been built")
+        return self._worker
+
+    def _build(self, message: BuildWorker, frames: Sequence[wire.Frame]) -> None:
+        watch = Stopwatch()
+        error: ErrorInfo | None = None
+        methods: tuple[str, ...] = ()
+        fault: Injection | None = None
+        try:
+            with self._faults.around("build", self._spec.rank) as fault:
+                worker, args, kwargs = payload.load_call(frames)
+                worker_class = resolve_worker_class(worker)
+                methods = execution_methods(worker_class)
+                self._runtime = open_runtime(self._spec)
+                context = WorkerContext(self._spec.rank, self._spec.world_size, self._runtime)
+                with self._runtime.device_call():
+                    self._worker = worker_class(context, *args, **kwargs)
+                    self._runtime.synchronize()
+        except Exception as failure:  # noqa: BLE001 - the user's code: whatever it raises belongs to the parent
+            error = error_info(failure)
+        reply = StageReply(
+            message.cycle,
+            message.index,
+            "build",
+            self._spec.rank,
+            watch.elapsed_s,
+            error=error,
+            device=self._runtime.device_id if self._runtime is not None else None,
+            execution_methods=methods,
+        )
+        self._faults.send(self._channel, reply, fault)
+
+    def _call(self, message: Call, frames: Sequence[wire.Frame]) -> None:
+        error: ErrorInfo | None = None
+        out: Sequence[wire.Frame] = ()
+        try:
+            # In a function of its own, so that arguments and result die there and not at the next call: they may
+            # hold device memory.
+            out = self._call_method(frames)
+        except payload.UnsupportedResultError as failure:
+            error = ErrorInfo("result_type", str(failure), error_type="TypeError")
+        except Exception as failure:  # noqa: BLE001 - the user's code
+            error = error_info(failure)
+        self._channel.send(CallReply(message.call_id, self._spec.rank, error), out)
+
+    def _call_method(self, frames: Sequence[wire.Frame]) -> Sequence[wire.Frame]:
+        method, args, kwargs = payload.load_call(frames)
+        with self.runtime.device_call():
+            if isinstance(method, str):
+                return payload.encode_result(getattr(self.worker, method)(*args, **kwargs))
+            return payload.encode_result(method(self.worker, *args, **kwargs))
+
+    def _exit(self) -> None:
+        try:
+            if self._worker is not None:
+                self._worker.shutdown()
+            if self._runtime is not None:
+                self._runtime.close()
+        finally:
+            self._channel.close()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # Interpreter teardown of a CUDA process can take seconds and block; everything is closed already.
+            os._exit(0)
+
+    # -- stages ----------------------------------------------------------------------------------
+
+    def _stage(self, command: StageCommand) -> None:
+        watch = Stopwatch()
+        error: ErrorInfo | None = None
+        figures: Figures = {}
+        fault: Injection | None = None
+        try:
+            with self._faults.around(command.stage, self._spec.rank) as fault:
+                if fault is not None and fault.fault is Fault.OUT_OF_MEMORY:
+                    raise MemoryError(f"injected into {command.stage}")
+                figures = self._perform(command)
+        except Exception as failure:  # noqa: BLE001
+            error = error_info(failure)
+        reply = StageReply(
+            command.cycle, command.index, command.stage, self._spec.rank, watch.elapsed_s, error=error, figures=figures
+        )
+        self._faults.send(self._channel, reply, fault)
+
+    def _perform(self, command: StageCommand) -> Figures:
+        match command.stage:
+            case "sleep_allocator":
+                return self._sleep_allocator()
+            case "suspend_communicators":
+                return self._suspend_communicators()
+            case "confirm_suspended":
+                return self._confirm_suspended()
+            case "prepare_workspaces":
+                return self._prepare_workspaces()
+            case "restore_workspaces":
+                return self._restore_workspaces()
+            case "resume_communicators":
+                return self._resume_communicators()
+            case "confirm_resumed":
+                return self._confirm_resumed()
+            case "wake_allocator":
+                return self._wake_allocator(command.tags)
+            case "release_kv_cache":
+                return self._release(command.tags)
+            case unknown:
+                raise ValueError(f"unknown stage {unknown!r}: parent and worker differ")
+
+    def _sleep_allocator(self) -> Figures:
+        self.worker.before_sleep()
+        gc.collect()
+        self.runtime.synchronize()
+        figures = self.runtime.allocator.sleep()
+        return {**figures, **self.runtime.trim()}
+
+    def _suspend_communicators(self) -> Figures:
+        communicator = self.runtime.communicator
+        if communicator.needs_suspend:
+            communicator.suspend()
+        return communicator.memory_bytes()
+
+    def _confirm_suspended(self) -> Figures:
+        communicator = self.runtime.communicator
+        if communicator.needs_suspend and not communicator.is_suspended:
+            raise RuntimeError(
+                "the communicator still holds its device memory after suspend: a checkpoint would succeed and its "
+                "restore fail for ever"
+            )
+        return {}
+
+    def _prepare_workspaces(self) -> Figures:
+        for workspace in self.runtime.workspaces:
+            workspace.checkpoint_prepare()
+        self.runtime.synchronize()
+        gc.collect()
+        gc.disable()
+        return {}
+
+    def _restore_workspaces(self) -> Figures:
+        gc.enable()
+        for workspace in reversed(self.runtime.workspaces):
+            workspace.checkpoint_restore()
+        return {}
+
+    def _resume_communicators(self) -> Figures:
+        communicator = self.runtime.communicator
+        if communicator.needs_suspend:
+            communicator.resume()
+        return communicator.memory_bytes()
+
+    def _confirm_resumed(self) -> Figures:
+        communicator = self.runtime.communicator
+        if communicator.needs_suspend and communicator.is_suspended:
+            raise RuntimeError("the communicator still says it is suspended after resume")
+        if communicator.world_size > 1:
+            # Resume logs a failed import as a warning and carries on: only a collective proves the mappings.
+            communicator.check()
+        return {}
+
+    def _wake_allocator(self, tags: tuple[str, ...]) -> Figures:
+        figures = self.runtime.allocator.wake(tags)
+        self.runtime.synchronize()
+        self.worker.after_wake(tags)
+        return figures
+
+    def _release(self, tags: tuple[str, ...]) -> Figures:
+        self.runtime.synchronize()
+        figures: Figures = {}
+        for tag in tags:
+            figures.update(self.runtime.allocator.release(tag))
+        return figures
