@@ -10,8 +10,9 @@ __all__ = ["is_alive", "is_stopped", "open_pidfd", "owner_uid", "start_time", "t
 
 def _stat(pid: int) -> list[str]:
     """Fields of ``/proc/PID/stat`` from the state (field 3) on: a command name may hold spaces and brackets."""
-    text = Path(f"/proc/{pid}/stat").read_text()
-    return text[text.rindex(")") + 2 :].split()
+    # As bytes: a process may call itself anything.
+    text = Path(f"/proc/{pid}/stat").read_bytes()
+    return text[text.rindex(b")") + 2 :].decode().split()
 
 
 def start_time(pid: int) -> int:
@@ -45,17 +46,17 @@ def is_stopped(pid: int) -> bool:
 
 def owner_uid(pid: int) -> int:
     """Real uid of the process."""
-    return _status_number(pid, "Uid:")
+    return _status_number(pid, b"Uid:")
 
 
 def thread_group_leader(pid: int) -> int:
     """Tgid: equal to ``pid`` for a process, different for one of its other threads."""
-    return _status_number(pid, "Tgid:")
+    return _status_number(pid, b"Tgid:")
 
 
-def _status_number(pid: int, key: str) -> int:
+def _status_number(pid: int, key: bytes) -> int:
     try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        for line in Path(f"/proc/{pid}/status").read_bytes().splitlines():
             if line.startswith(key):
                 return int(line.split()[1])
     except (FileNotFoundError, ProcessLookupError):

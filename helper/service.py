@@ -28,7 +28,7 @@ from checkpoint_executor.driver_states import (
 )
 from checkpoint_executor.faults import Fault, Injection
 from checkpoint_executor.helper.admission import LOCK_WAIT_S, DeviceLocks, judge, needs
-from checkpoint_executor.helper.drivers import Driver
+from checkpoint_executor.helper.drivers import DeviceMemory, Driver
 from checkpoint_executor.helper.targets import HeldTarget
 from checkpoint_executor.messages import DeviceReading, ErrorInfo, Exit, StageCommand, StageReply
 
@@ -167,7 +167,7 @@ class HelperService:
         before: ProcessState | None = None
         after: ProcessState | None = None
         fault: Injection | None = None
-        used_bytes = 0
+        memory: DeviceMemory | None = None
         try:
             with self._faults.around(command.stage, rank) as fault:
                 if held.is_stopped:
@@ -177,7 +177,7 @@ class HelperService:
                     )
                 before = self._driver.get_state(held.target)
                 if verb is Verb.CHECKPOINT:
-                    used_bytes = self._used_bytes(held)
+                    memory = self._driver.device_memory(held.target.device)
                 try:
                     self._act(verb, held, command, fault)
                 finally:
@@ -185,7 +185,7 @@ class HelperService:
                 if after is not EXPECTED_STATE[verb]:
                     raise DriverError(verb, DriverCode.SUCCESS, detail=f"succeeded, but the state reads {after}")
                 if verb is Verb.CHECKPOINT:
-                    held.checkpointed_bytes = max(0, used_bytes - self._used_bytes(held))
+                    held.checkpointed_bytes = self._given_back_bytes(held, memory)
         except DriverError as failure:
             if verb is Verb.UNLOCK and after is ProcessState.RUNNING:
                 # Unlock has been seen to return an error although it worked: the state decides.
@@ -214,10 +214,14 @@ class HelperService:
             case Verb.UNLOCK:
                 self._driver.unlock(held.target)
 
-    def _used_bytes(self, held: HeldTarget) -> int:
-        """Device bytes of one process; of its whole device where the reader cannot see the process."""
-        memory = self._driver.device_memory(held.target.device)
-        return dict(memory.holders).get(held.target.pid, memory.used_bytes)
+    def _given_back_bytes(self, held: HeldTarget, before: DeviceMemory | None) -> int:
+        """What a checkpoint freed: of the process, or of the whole device where processes cannot be told apart."""
+        after = self._driver.device_memory(held.target.device)
+        assert before is not None
+        mine = dict(before.holders).get(held.target.pid)
+        if mine is not None:
+            return max(0, mine - dict(after.holders).get(held.target.pid, 0))
+        return max(0, before.used_bytes - after.used_bytes)
 
     # -- readings --------------------------------------------------------------------------------
 
