@@ -12,7 +12,7 @@ a swap of two tensors), not against someone who builds a collision.
 Why NVRTC: torch's operations would read the memory several times and need scratch of its size, Triton may be absent, and
 a C++ extension is ruled out. NVRTC comes with torch. Without it nothing is proven, so everything is copied.
 
-Scratch is 16 bytes for each region.
+Scratch is 1 MiB, taken once: at sleep time the device may be full.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ _ROUNDS = (
 _TILE_BYTES = 1024
 _THREADS = 256
 _BLOCKS_PER_SM = 4
+#: Regions hashed before their sums are fetched; each takes 16 bytes of scratch.
+_REGIONS_AT_ONCE = 1 << 16
 #: Below this many tiles for each warp, more blocks only cost launch time.
 _TILES_PER_WARP = 4
 
@@ -136,7 +138,7 @@ class GpuHasher:
     """Runs the hash on one device, by NVRTC and the driver.
 
     Raises:
-        ImportError, RuntimeError, DriverError: no NVRTC, or it refused the kernel.
+        ImportError, RuntimeError, DriverError: no NVRTC, or it refused the kernel. MemoryError: no room for 1 MiB.
     """
 
     def __init__(self, context: PrimaryContext) -> None:
@@ -148,28 +150,29 @@ class GpuHasher:
         self._module = call("cuModuleLoadData", ctypes.addressof(self._cubin))
         self._kernel = call("cuModuleGetFunction", self._module, b"fingerprint")
         self._stream = call("cuStreamCreate", int(bindings().CUstream_flags.CU_STREAM_NON_BLOCKING))
+        self._scratch = int(call("cuMemAlloc", 16 * _REGIONS_AT_ONCE))
 
     def __call__(self, regions: Sequence[tuple[int, int]]) -> list[bytes]:
         """Fingerprints, in order. The caller has made sure that nothing writes to the regions meanwhile.
 
         Raises:
-            ValueError: an address that is not a multiple of 16. MemoryError: no room for 16 bytes a region.
+            ValueError: an address that is not a multiple of 16.
         """
-        if not regions:
-            return []
         if any(address % 16 for address, _ in regions):
             raise ValueError("a region must begin at a multiple of 16 bytes")
         self._context.make_current()
+        fingerprints = []
+        for start in range(0, len(regions), _REGIONS_AT_ONCE):
+            fingerprints += self._hash(regions[start : start + _REGIONS_AT_ONCE])
+        return fingerprints
+
+    def _hash(self, regions: Sequence[tuple[int, int]]) -> list[bytes]:
         sums = (ctypes.c_uint64 * (2 * len(regions)))()
-        scratch = int(call("cuMemAlloc", ctypes.sizeof(sums)))
-        try:
-            call("cuMemsetD8Async", scratch, 0, ctypes.sizeof(sums), self._stream)
-            for index, (address, size_bytes) in enumerate(regions):
-                self._launch(address, size_bytes, scratch + 16 * index)
-            call("cuMemcpyDtoHAsync", ctypes.addressof(sums), scratch, ctypes.sizeof(sums), self._stream)
-            call("cuStreamSynchronize", self._stream)
-        finally:
-            call("cuMemFree", scratch)
+        call("cuMemsetD8Async", self._scratch, 0, ctypes.sizeof(sums), self._stream)
+        for index, (address, size_bytes) in enumerate(regions):
+            self._launch(address, size_bytes, self._scratch + 16 * index)
+        call("cuMemcpyDtoHAsync", ctypes.addressof(sums), self._scratch, ctypes.sizeof(sums), self._stream)
+        call("cuStreamSynchronize", self._stream)
         return [
             struct.pack("<QQQ", sums[2 * index], sums[2 * index + 1], size_bytes)
             for index, (_, size_bytes) in enumerate(regions)

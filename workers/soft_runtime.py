@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -62,9 +63,7 @@ class SoftRuntime:
             MemoryError: no room on the device. TimeoutError: a rank did not come. ValueError: a bad argument.
             RuntimeError: this process has a device open.
         """
-        # The ranks share the host's cores; torch with a thread for every core on each of them is slower, not faster.
-        # Has no effect where torch was imported before.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        _share_cores()
         _allow_descriptors()
         process = SoftProcess.open(root, name, capacity_bytes=capacity_bytes)
         try:
@@ -125,6 +124,16 @@ class SoftRuntime:
         """Orderly end of an awake worker. Idempotent."""
         self._communicator.close()
         self._process.close()
+
+
+def _share_cores() -> None:
+    """One thread for torch, unless the user chose: the ranks share the host's cores, and small operations that wait for
+    each other's threads there take 100 times as long (seen with two ranks on two cores)."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch = sys.modules.get("torch")  # imported before, it has read the variable already
+        if torch is not None:
+            torch.set_num_threads(1)
 
 
 def _allow_descriptors() -> None:

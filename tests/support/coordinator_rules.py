@@ -195,18 +195,16 @@ def _broken(rule: str, detail: str) -> NoReturn:
 
 
 def _is_awaited(h: History, before: State, event: Event) -> bool:
-    match event:
-        case Replied(cycle, index, rank):
-            return before.phase in WORKING and (cycle, index) == h.place and rank in h.awaiting
-        case RpcReplied(request, rank):
-            return request == h.call and rank in h.owing
-        case DeadlinePassed(cycle, index):
-            return h.armed is not None and (cycle, index) == h.armed[:2]
-        case ProcessExited(_, rank):
-            # Outside of an orderly exit nobody may go: whoever it is, the set is not complete.
-            return rank in h.awaiting if before.phase is Phase.CLOSING else before.phase not in TERMINAL
-        case _:
-            return False
+    if isinstance(event, Replied):
+        return event.rank in h.awaiting and (event.cycle, event.index) == h.place and before.phase in WORKING
+    if isinstance(event, RpcReplied):
+        return event.request == h.call and event.rank in h.owing
+    if isinstance(event, DeadlinePassed):
+        return h.armed is not None and (event.cycle, event.index) == h.armed[:2]
+    if isinstance(event, ProcessExited):
+        # Outside of an orderly exit nobody may go: whoever it is, the set is not complete.
+        return event.rank in h.awaiting if before.phase is Phase.CLOSING else before.phase not in TERMINAL
+    return False
 
 
 def _check_quiet(h: History, event: Event, instructions: list[Instruction]) -> None:
@@ -348,6 +346,8 @@ def _check_stage_begins(
         _broken("a_stage_ends_with_its_last_rank", f"no stage in {after.phase}")
     if (after.cycle, after.index) <= (before.cycle, before.index):
         _broken("a_plan_only_goes_on", f"{(before.cycle, before.index)} -> {(after.cycle, after.index)}")
+    if h.undoing and stage.name in (Verb.LOCK, Verb.CHECKPOINT, Verb.RESTORE):
+        _broken("an_undo_only_goes_up", stage.name)
     undo_unlock = h.undoing and stage.name == Verb.UNLOCK
     if not undo_unlock:
         for gate in _REQUIRED.get(stage.name, ()):
@@ -376,8 +376,6 @@ def _check_stage_begins(
             _broken("undo_unlocks_what_is_locked", f"{set(addressed)} instead of {set(h.locked)}")
     elif addressed != everyone:
         _broken("a_stage_goes_to_who_performs_it", f"{stage.name}: {set(addressed)}")
-    if h.undoing and stage.name in (Verb.LOCK, Verb.CHECKPOINT, Verb.RESTORE):
-        _broken("an_undo_only_goes_up", stage.name)
     if stage.who in (Who.WORKERS, Who.EVERYONE) and (h.locked or h.checkpointed):
         _broken("workers_act_only_when_all_run", f"{stage.name}: locked {set(h.locked)} {set(h.checkpointed)}")
     return replace(

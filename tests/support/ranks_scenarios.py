@@ -221,7 +221,7 @@ def wake_memory(rank: int, tags: list[str]) -> None:
 
 
 def digest(tensor: Any) -> str:
-    import torch
+    from checkpoint_executor.workers.soft_tensors import tensor_view
 
-    host = tensor.contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(bytes(host.tolist())).hexdigest()
+    host = tensor.contiguous()
+    return hashlib.sha256(tensor_view(host)).hexdigest()

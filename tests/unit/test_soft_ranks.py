@@ -153,8 +153,8 @@ def test_a_death_ends_the_wait_of_all_others(tmp_path: Path, mode: str, victim: 
                 process.result(time.monotonic() + 10)
             assert error.value.kind == "ConnectionError"
         # The communicator is of no use after that, and says so at once.
+        others[0].begin(scenarios.wait_in_barrier)
         with pytest.raises(RemoteError, match="lost a rank"):
-            others[0].begin(scenarios.wait_in_barrier)
             others[0].result(time.monotonic() + 10)
 
 

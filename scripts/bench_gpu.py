@@ -1,0 +1,492 @@
+#!/usr/bin/env python3
+"""Benchmark of the whole cycle on real GPUs, with our own workers: stage times, bandwidth, and what stays.
+
+Writes one JSON file per part into ``--out`` as it goes, so that a kill loses nothing, and prints a table last. A part
+that fails says so and the rest goes on. On a machine without a GPU ``--device soft`` runs the same code, small.
+
+Parts: ``table`` (stage times by GiB and ranks), ``ways`` (allocator sleep alone, driver checkpoint alone, both),
+``leftovers`` (what is on the device after each way of ending).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from checkpoint_executor import CUDACheckpointExecutor, CycleReport
+from checkpoint_executor.workers import Worker, WorkerContext, execution
+
+GIB = 1 << 30
+MIB = 1 << 20
+BLOCK_BYTES = 512 * MIB
+
+
+class BallastWorker(Worker):
+    """Weights of a given size, a KV cache, and graphs that hold all-reduces: the shape of an engine without a model.
+
+    Args:
+        context: place and device. weights_bytes, kv_bytes: device memory by tag. graphs: how many to capture.
+    """
+
+    def __init__(self, context: WorkerContext, weights_bytes: int, kv_bytes: int, graphs: int) -> None:
+        super().__init__(context)
+        import torch
+
+        self.torch = torch
+        allocator = context.allocator
+        sizes = [BLOCK_BYTES] * (weights_bytes // BLOCK_BYTES)
+        if weights_bytes % BLOCK_BYTES:
+            sizes.append(weights_bytes % BLOCK_BYTES)
+        self.blocks = [allocator.empty((size // 2,), torch.bfloat16, "weights") for size in sizes]
+        for index, block in enumerate(self.blocks):
+            generator = torch.Generator(device=context.device).manual_seed(1000 * context.rank + index)
+            block.normal_(0, 0.02, generator=generator)
+        self.kv = allocator.empty((kv_bytes // 2,), torch.bfloat16, "kv_cache") if kv_bytes else None
+        width = 2048 if context.device != "cpu" else 64
+        # One square matrix for each layer, cut from the weights, so that a replay reads what slept.
+        flat = self.blocks[0]
+        self.layers = [flat[i * width * width : (i + 1) * width * width].view(width, width) for i in range(8)]
+        self.x = allocator.empty((graphs, width), torch.bfloat16, "weights")
+        self.x.copy_(torch.linspace(-1, 1, graphs * width).view(graphs, width))
+        self.graphs = [context.capture(self._forward(rows)) for rows in range(1, graphs + 1)]
+
+    def _forward(self, rows: int) -> Callable[[], Any]:
+        def forward() -> Any:
+            x = self.x[:rows]
+            for layer in self.layers:
+                x = self.context.communicator.all_reduce(x @ layer)
+            return x
+
+        return forward
+
+    @execution
+    def decode(self) -> str:
+        """Replay every graph; returns a hash of the outputs' exact bits."""
+        digest = hashlib.sha256()
+        for graph in self.graphs:
+            out = graph.replay().contiguous().view(self.torch.uint8).cpu()
+            digest.update(bytes(out.flatten().tolist()))
+        return digest.hexdigest()
+
+    @execution
+    def replay_us(self, times: int = 300) -> float:
+        """Median time of one replay of the largest graph, microseconds."""
+        graph = self.graphs[-1]
+        samples = []
+        for _ in range(times):
+            self.context.runtime.synchronize()
+            begun = time.perf_counter()
+            graph.replay()
+            self.context.runtime.synchronize()
+            samples.append((time.perf_counter() - begun) * 1e6)
+        return statistics.median(samples)
+
+    def touch_weights(self) -> None:
+        """Change one element of every block, so that nothing can be proven unchanged."""
+        for block in self.blocks:
+            block[-1] += 1
+
+    def checksums(self) -> list[str]:
+        """Position-dependent sums of every block, taken on the device."""
+        out = []
+        for block in self.blocks:
+            words = block.view(self.torch.int64)
+            total = 0
+            for part in words.split(1 << 23):
+                index = self.torch.arange(1, part.numel() + 1, device=part.device)
+                total = (total * 31 + int((part * index).sum())) % (1 << 63)
+            out.append(f"{total:016x}")
+        return out
+
+    def plain_copy_gb_s(self) -> dict[str, float]:
+        """What a plain pinned copy does on this machine, both ways, GB/s (median of 5)."""
+        torch = self.torch
+        device = self.blocks[0]
+        if not device.is_cuda:
+            return {}
+        host = torch.empty(device.shape, dtype=device.dtype, pin_memory=True)
+        scratch = torch.empty_like(device)
+        rates: dict[str, list[float]] = {"d2h": [], "h2d": []}
+        for _ in range(5):
+            for name, target, source in (("d2h", host, device), ("h2d", scratch, host)):
+                torch.cuda.synchronize()
+                begun = time.perf_counter()
+                target.copy_(source, non_blocking=True)
+                torch.cuda.synchronize()
+                rates[name].append(device.nbytes / (time.perf_counter() - begun) / 1e9)
+        del host, scratch
+        torch.cuda.empty_cache()
+        return {name: statistics.median(values) for name, values in rates.items()}
+
+
+def allocator_sleep(worker: Worker) -> float:
+    """Allocator sleep alone, timed in the worker."""
+    begun = time.perf_counter()
+    worker.context.runtime.synchronize()
+    worker.context.allocator.sleep()
+    return time.perf_counter() - begun
+
+
+def allocator_wake(worker: Worker) -> float:
+    begun = time.perf_counter()
+    worker.context.allocator.wake(("weights", "kv_cache"))
+    worker.context.runtime.synchronize()
+    return time.perf_counter() - begun
+
+
+def rss_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.rows: list[tuple[str, ...]] = []
+        self.out = Path(args.out)
+        self.out.mkdir(parents=True, exist_ok=True)
+
+    # -- readings --------------------------------------------------------------------------------
+
+    def used_bytes(self, ranks: int) -> list[int]:
+        """Bytes in use on each device, from outside."""
+        if self.args.device == "soft":
+            from checkpoint_executor.softgpu import SoftGpu, device_name
+
+            return [SoftGpu(Path(self.args.soft_root), device_name(r)).used_bytes() for r in range(ranks)]
+        import pynvml
+
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(ranks)]
+        return [int(pynvml.nvmlDeviceGetMemoryInfo(h, version=pynvml.nvmlMemory_v2).used) for h in handles]
+
+    def wait_for_bytes(self, expected: list[int], deadline_s: float = 20.0) -> tuple[list[int], float]:
+        """Poll until the devices are down to what they were; returns the last reading and how long it took."""
+        begun = time.monotonic()
+        while True:
+            used = self.used_bytes(len(expected))
+            waited = time.monotonic() - begun
+            if all(u <= e + MIB for u, e in zip(used, expected, strict=True)) or waited > deadline_s:
+                return used, waited
+            time.sleep(0.02)
+
+    def executor(self, ranks: int, weights: int, kv: int, graphs: int, **options: Any) -> CUDACheckpointExecutor:
+        if self.args.device == "soft":
+            options["soft_root"] = self.args.soft_root
+        return CUDACheckpointExecutor(
+            BallastWorker,
+            ranks,
+            worker_args=(weights, kv, graphs),
+            device=self.args.device,
+            **options,
+        )
+
+    def save(self, name: str, data: dict[str, Any]) -> None:
+        data = {
+            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "host": machine(),
+            **data,
+        }
+        (self.out / f"{name}.json").write_text(json.dumps(data, indent=1))
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def table(self) -> None:
+        for communication in self.args.communication.split(","):
+            for ranks in map(int, self.args.ranks.split(",")):
+                if communication == "socket" and ranks == 1:
+                    continue
+                for gib in map(float, self.args.gib.split(",")):
+                    self.guard(f"table-{communication}-tp{ranks}-{gib:g}gib", self.table_row, communication, ranks, gib)
+
+    def table_row(self, communication: str, ranks: int, gib: float) -> None:
+        empty = self.used_bytes(ranks)
+        name = f"table-{communication}-tp{ranks}-{gib:g}gib"
+        data: dict[str, Any] = {
+            "ranks": ranks,
+            "weights_gib": gib,
+            "communication": communication,
+            "empty_bytes": empty,
+        }
+        begun = time.monotonic()
+        with self.executor(
+            ranks, int(gib * GIB), int(self.args.kv_gib * GIB), self.args.graphs, communication=communication
+        ) as executor:
+            data["start_s"] = time.monotonic() - begun
+            data["plain_copy_gb_s"] = executor.collective_rpc("plain_copy_gb_s")
+            data["replay_us_before"] = executor.collective_rpc("replay_us")
+            decoded, sums = executor.collective_rpc("decode"), executor.collective_rpc("checksums")
+            cycles: list[dict[str, Any]] = []
+            data["cycles"] = cycles
+            for number in range(self.args.cycles):
+                # First cycle, then alternately with weights that did not change and weights that did.
+                changed = number % 2 == 0 and number > 0
+                if changed:
+                    executor.collective_rpc("touch_weights")
+                    decoded, sums = executor.collective_rpc("decode"), executor.collective_rpc("checksums")
+                down = executor.sleep()
+                asleep = self.used_bytes(ranks)
+                if number == 1:
+                    ups = [executor.wake_up(["weights"]), executor.wake_up(["kv_cache"])]
+                else:
+                    ups = [executor.wake_up()]
+                same = executor.collective_rpc("decode") == decoded and executor.collective_rpc("checksums") == sums
+                cycles.append(
+                    {
+                        "weights_changed": changed,
+                        "sleep": report(down),
+                        "wake": [report(up) for up in ups],
+                        "asleep_above_empty_bytes": [a - e for a, e in zip(asleep, empty, strict=True)],
+                        "identical": same,
+                    }
+                )
+                self.save(name, data)
+            data["replay_us_after"] = executor.collective_rpc("replay_us")
+            pids = executor.pids
+            data["rss_bytes_awake"] = {n: rss_bytes(p) for n, p in pids.items()}
+        data["left_bytes"], data["left_after_s"] = self.wait_for_bytes(empty)
+        self.save(name, data)
+        first, later = cycles[0], cycles[1:] or cycles
+        changed_cycles = [c for c in later if c["weights_changed"]]
+        kept_cycles = [c for c in later if not c["weights_changed"]]
+        self.rows.append(
+            (
+                name,
+                f"{first['sleep']['wall_s']:.2f}",
+                median(c["sleep"]["wall_s"] for c in changed_cycles),
+                median(c["sleep"]["wall_s"] for c in kept_cycles),
+                median(sum(w["wall_s"] for w in c["wake"]) for c in later),
+                f"{max(max(c['asleep_above_empty_bytes']) for c in cycles) / MIB:.0f}",
+                str(all(c["identical"] for c in cycles)),
+                f"{max(a / b for a, b in zip(data['replay_us_after'], data['replay_us_before'], strict=True)):.3f}",
+            )
+        )
+
+    def ways(self) -> None:
+        self.guard("ways", self.ways_row, float(self.args.ways_gib))
+
+    def ways_row(self, gib: float) -> None:
+        empty = self.used_bytes(1)
+        data: dict[str, Any] = {"weights_gib": gib, "empty_bytes": empty, "runs": []}
+        with self.executor(1, int(gib * GIB), int(self.args.kv_gib * GIB), self.args.graphs) as executor:
+            pid = executor.pids["worker 0"]
+            expected = executor.collective_rpc("decode")
+
+            def record(way: str, down_s: float, up_s: float, left: int, rss: tuple[int, int]) -> None:
+                ok = executor.collective_rpc("decode") == expected
+                data["runs"].append(
+                    {
+                        "way": way,
+                        "down_s": down_s,
+                        "up_s": up_s,
+                        "left_above_empty_bytes": left - empty[0],
+                        "rss_before_bytes": rss[0],
+                        "rss_asleep_bytes": rss[1],
+                        "identical": ok,
+                    }
+                )
+                self.save("ways", data)
+                size = (rss[1] - rss[0]) / GIB
+                row = f"{down_s:.2f}", f"{up_s:.2f}", f"{(left - empty[0]) / MIB:.0f}", f"{size:.1f}", str(ok)
+                self.rows.append((f"ways {way} {gib:g} GiB", *row))
+
+            def both(label: str) -> None:
+                before = rss_bytes(pid)
+                down = executor.sleep()
+                rss, left = (before, rss_bytes(pid)), self.used_bytes(1)[0]
+                up = executor.wake_up()
+                record(label, down.wall_s, up.wall_s, left, rss)
+
+            both("both, first")
+            executor.collective_rpc("touch_weights")
+            expected = executor.collective_rpc("decode")
+            both("both, weights changed")
+            both("both, weights unchanged")
+            for label in ("allocator, weights changed", "allocator, weights unchanged"):
+                if "unchanged" not in label:
+                    executor.collective_rpc("touch_weights")
+                    expected = executor.collective_rpc("decode")
+                before = rss_bytes(pid)
+                down_s = executor.collective_rpc(allocator_sleep)[0]
+                rss, left = (before, rss_bytes(pid)), self.used_bytes(1)[0]
+                up_s = executor.collective_rpc(allocator_wake)[0]
+                record(label, down_s, up_s, left, rss)
+            driver, target = self.driver_and_target(pid)
+            for label in ("driver, first", "driver, second"):
+                before = rss_bytes(pid)
+                begun = time.monotonic()
+                driver.lock(target, 10_000)
+                driver.checkpoint(target)
+                down_s = time.monotonic() - begun
+                rss, left = (before, rss_bytes(pid)), self.used_bytes(1)[0]
+                begun = time.monotonic()
+                driver.restore(target)
+                driver.unlock(target)
+                record(label, down_s, time.monotonic() - begun, left, rss)
+
+    def driver_and_target(self, pid: int) -> tuple[Any, Any]:
+        from checkpoint_executor import procfs
+        from checkpoint_executor.messages import Target
+
+        if self.args.device == "soft":
+            from checkpoint_executor.helper.soft_driver import SoftDriver
+
+            driver: Any = SoftDriver(Path(self.args.soft_root))
+        else:
+            from checkpoint_executor.helper.cuda_driver import CudaDriver
+
+            driver = CudaDriver()
+        driver.open()
+        return driver, Target(0, pid, procfs.start_time(pid), "")
+
+    def leftovers(self) -> None:
+        for how in (
+            "exit",
+            "shutdown-asleep",
+            "sigkill-parent-asleep",
+            "sigkill-worker-asleep",
+            "sigkill-helper-asleep",
+        ):
+            self.guard(f"leftovers-{how}", self.leftover, how)
+
+    def leftover(self, how: str) -> None:
+        ranks = max(map(int, self.args.ranks.split(",")))
+        empty = self.used_bytes(ranks)
+        data: dict[str, Any] = {"how": how, "ranks": ranks, "empty_bytes": empty}
+        if how == "sigkill-parent-asleep":
+            command = [sys.executable, __file__, "--device", self.args.device, "--soft-root", self.args.soft_root]
+            command += ["--hold", str(ranks), "--graphs", "4"]
+            parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            assert parent.stdout is not None
+            line = parent.stdout.readline()
+            pids = json.loads(line)
+            os.kill(parent.pid, signal.SIGKILL)
+            parent.wait()
+        else:
+            executor = self.executor(ranks, GIB if self.args.device != "soft" else 8 * MIB, 0, 4)
+            pids = executor.pids
+            if how != "exit":
+                executor.sleep()
+            if how.startswith("sigkill"):
+                os.kill(pids["helper" if "helper" in how else "worker 0"], signal.SIGKILL)
+                begun = time.monotonic()
+                while True:
+                    try:
+                        executor.check_health()
+                    except Exception as error:  # noqa: BLE001 - the point is to record it
+                        data["error"] = f"{type(error).__name__}: {error}"
+                        data["noticed_s"] = time.monotonic() - begun
+                        break
+                    if time.monotonic() - begun > 10:
+                        raise RuntimeError("the death was not noticed in 10 s")
+                    time.sleep(0.002)
+            begun = time.monotonic()
+            executor.shutdown()
+            data["shutdown_s"] = time.monotonic() - begun
+        data["left_bytes"], data["empty_after_s"] = self.wait_for_bytes(empty)
+        data["processes_left"] = [name for name, pid in pids.items() if Path(f"/proc/{pid}").exists()]
+        self.save(f"leftovers-{how}", data)
+        left = max(a - b for a, b in zip(data["left_bytes"], empty, strict=True))
+        self.rows.append((f"leftovers {how}", f"{left / MIB:.0f} MiB", f"{data['empty_after_s']:.2f} s"))
+
+    def guard(self, name: str, function: Callable[..., None], *args: Any) -> None:
+        """Run a part; a failure is recorded and the rest goes on."""
+        print(f"--- {name}", flush=True)
+        begun = time.monotonic()
+        try:
+            function(*args)
+        except Exception as error:  # noqa: BLE001
+            traceback.print_exc()
+            self.save(f"{name}-failed", {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()})
+            self.rows.append((name, "FAILED", f"{type(error).__name__}: {str(error)[:160]}"))
+        print(f"--- {name}: {time.monotonic() - begun:.1f} s", flush=True)
+
+
+def report(cycle: CycleReport) -> dict[str, Any]:
+    return {
+        "wall_s": cycle.wall_s,
+        "stages": [
+            {"name": s.name, "wall_s": s.wall_s, "ranks": list(s.ranks), "figures": list(s.figures)}
+            for s in cycle.stages
+        ],
+        "device_bytes_before": list(cycle.device_bytes_before),
+        "device_bytes_after": list(cycle.device_bytes_after),
+    }
+
+
+def median(values: Any) -> str:
+    numbers = list(values)
+    return f"{statistics.median(numbers):.2f}" if numbers else "-"
+
+
+def machine() -> dict[str, Any]:
+    found: dict[str, Any] = {"python": platform.python_version(), "kernel": platform.release(), "cpus": os.cpu_count()}
+    try:
+        query = "--query-gpu=name,driver_version,memory.total"
+        text = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, timeout=20
+        )
+        found["gpus"] = text.stdout.strip().splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        found["gpus"] = []
+    return found
+
+
+def hold(args: argparse.Namespace, ranks: int) -> None:
+    """Be a parent that sleeps its executor, says so, and waits to be killed."""
+    bench = Bench(args)
+    executor = bench.executor(ranks, GIB if args.device != "soft" else 8 * MIB, 0, 4)
+    executor.sleep()
+    print(json.dumps(executor.pids), flush=True)
+    signal.pause()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "soft"), default="cuda")
+    parser.add_argument("--soft-root", default="")
+    parser.add_argument("--parts", default="table,ways,leftovers")
+    parser.add_argument("--ranks", default="1,2")
+    parser.add_argument("--gib", default="1,8,16,32")
+    parser.add_argument("--ways-gib", default="16")
+    parser.add_argument("--kv-gib", type=float, default=8.0)
+    parser.add_argument("--graphs", type=int, default=16)
+    parser.add_argument("--cycles", type=int, default=6)
+    parser.add_argument("--communication", default="suspend")
+    parser.add_argument("--out", default="bench-out")
+    parser.add_argument("--hold", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.device == "soft" and not args.soft_root:
+        from checkpoint_executor.softgpu import default_root
+
+        args.soft_root = str(default_root())
+    if args.hold:
+        hold(args, args.hold)
+        return
+    bench = Bench(args)
+    for part in args.parts.split(","):
+        getattr(bench, part)()
+    print(
+        "\nname | first sleep s | later changed s | later unchanged s | wake s | MiB asleep | identical | replay ratio"
+    )
+    for row in bench.rows:
+        print(" | ".join(row))
+
+
+if __name__ == "__main__":
+    main()
