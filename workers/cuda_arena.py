@@ -151,7 +151,9 @@ class HostArena:
         )
         if result != 0:
             # Seccomp profiles of containers refuse it. Only speed is lost.
-            _log.info("the backup arena is not bound to NUMA node %d: %s", self._numa_node, os.strerror(ctypes.get_errno()))
+            _log.info(
+                "the backup arena is not bound to NUMA node %d: %s", self._numa_node, os.strerror(ctypes.get_errno())
+            )
 
     def _touch(self) -> None:
         """Fault every page in now, by several threads: ctypes releases the GIL for the time of the memset."""

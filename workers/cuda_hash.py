@@ -35,8 +35,22 @@ _log = logging.getLogger(__name__)
 #: Odd numbers without structure: the first digits of pi, e and others as the hash literature uses them.
 _KEY = 0x9E3779B97F4A7C15
 _ROUNDS = (
-    (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F),
-    (0xE7037ED1A0B428DB, 0x8EBC6AF09C88C6E3, 0x589965CC75374CC3, 0x1D8E4E27C47D124F, 0xEB44ACCAB455D165, 0x9FB21C651E98DF25),
+    (
+        0xBF58476D1CE4E5B9,
+        0x94D049BB133111EB,
+        0xFF51AFD7ED558CCD,
+        0xC4CEB9FE1A85EC53,
+        0xD6E8FEB86659FD93,
+        0xA0761D6478BD642F,
+    ),
+    (
+        0xE7037ED1A0B428DB,
+        0x8EBC6AF09C88C6E3,
+        0x589965CC75374CC3,
+        0x1D8E4E27C47D124F,
+        0xEB44ACCAB455D165,
+        0x9FB21C651E98DF25,
+    ),
 )
 
 #: A tile is what a warp reads at once: 32 lanes, two loads of 16 bytes each, both coalesced. Lane n's block is

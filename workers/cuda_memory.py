@@ -29,7 +29,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from checkpoint_executor.tags import ALL_TAGS, BACKED_UP, KV_CACHE, WEIGHTS
 from checkpoint_executor.workers.cuda_backup import Backup, Region

@@ -166,8 +166,8 @@ class _Star:
             except OSError as error:
                 raise ConnectionError(f"{operation}: rank {peer} is gone") from error
             if received == 0:
-                lost = f"rank {peer} is gone" if peer else "rank 0 is gone, or it lost another rank"
-                raise ConnectionError(f"{operation}: {lost}")
+                other = " (or it lost another rank)" if peer == 0 else ""
+                raise ConnectionError(f"{operation}: rank {peer} is gone{other}")
             view = view[received:]
         return data
 
@@ -196,7 +196,9 @@ class _Star:
             missing = sorted(set(range(1, self._world_size)) - set(self._sockets))
             raise TimeoutError(f"ranks {missing} did not come to the rendezvous in time") from None
         try:
-            rank, world_size = _HELLO.unpack(self._receive_exactly(connection, -1, "rendezvous", _HELLO.size))
+            # Which rank it is we are about to hear; the next one that is missing is as good a name as any.
+            caller = min(set(range(1, self._world_size)) - set(self._sockets))
+            rank, world_size = _HELLO.unpack(self._receive_exactly(connection, caller, "rendezvous", _HELLO.size))
             if world_size != self._world_size or not 0 < rank < world_size or rank in self._sockets:
                 raise ValueError(f"rank {rank} of {world_size} came to a rendezvous of {self._world_size} ranks")
             connection.settimeout(None)

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from checkpoint_executor.softgpu import SoftProcess
 from checkpoint_executor.workers.soft_memory import SegmentPool, SoftAllocator
-from checkpoint_executor.workers.soft_tensors import PlacementMode, fresh_outputs, same_bits, tensors_in
+from checkpoint_executor.workers.soft_tensors import LIFT_FRESH, PlacementMode, fresh_outputs, same_bits, tensors_in
 
 __all__ = ["SoftGraph", "run_collective"]
 
@@ -33,7 +33,6 @@ T = TypeVar("T")
 #: What the factory functions take and their ``out=`` forms do not: the output tensor says it.
 _OUTPUT_DESCRIPTION = {"dtype", "layout", "device", "pin_memory"}
 
-_LIFT = torch.ops.aten.lift_fresh.default
 _EMPTY = ("aten::empty", "aten::new_empty")
 
 _thread = threading.local()
@@ -160,7 +159,7 @@ class _Recorder(PlacementMode):  # type: ignore[no-untyped-call]  # torch's hook
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        if func is _LIFT or {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+        if func is LIFT_FRESH or {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
             raise RuntimeError(
                 f"{func} cannot be captured: it moves data between host and device, or its shape depends on data."
                 " Make constants before the capture, and read results after a replay."

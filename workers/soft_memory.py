@@ -267,9 +267,9 @@ class SoftAllocator:
         for tag in tags:
             self._check_known(tag)
         waking = [tag for tag in ALL_TAGS if tag in tags and tag in self._sleeping]
-        blocks = [block for block in self._blocks.values() if block.tag in waking]
         with self._process.call():
             self._collect()
+            blocks = [block for block in self._blocks.values() if block.tag in waking]
             self._map(blocks)
             for block in blocks:
                 if block.tag in BACKED_UP:

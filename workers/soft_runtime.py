@@ -128,7 +128,7 @@ class SoftRuntime:
 
 def _share_cores() -> None:
     """One thread for torch, unless the user chose: the ranks share the host's cores, and small operations that wait for
-    each other's threads there take 100 times as long (seen with two ranks on two cores)."""
+    each other's threads there take up to 100 times as long (seen on two busy cores)."""
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
         torch = sys.modules.get("torch")  # imported before, it has read the variable already

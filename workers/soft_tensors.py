@@ -15,13 +15,22 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["PlacementMode", "fresh_outputs", "same_bits", "tensor_over", "tensor_view", "tensors_in"]
+__all__ = [
+    "LIFT_FRESH",
+    "PlacementMode",
+    "contiguous_stride",
+    "fresh_outputs",
+    "same_bits",
+    "tensor_over",
+    "tensor_view",
+    "tensors_in",
+]
 
 #: Integer types through which bits are compared: a comparison of floats would take NaN for different.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-#: ``torch.tensor(...)`` ends in this: an alias of host memory that nobody else holds.
-_LIFT = torch.ops.aten.lift_fresh.default
+#: What ``torch.tensor(...)`` ends in: an alias of host memory that nobody else holds.
+LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
 def tensor_over(
@@ -82,7 +91,11 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 def fresh_outputs(operation: Any, inputs: Any, outputs: Any) -> list[torch.Tensor]:
     """The output tensors of an operation whose memory is new: not a view of an input, not an input itself."""
-    old = set() if operation is _LIFT else {t.untyped_storage().data_ptr() for t in tensors_in(inputs) if _is_plain(t)}
+    old = (
+        set()
+        if operation is LIFT_FRESH
+        else {t.untyped_storage().data_ptr() for t in tensors_in(inputs) if _is_plain(t)}
+    )
     return [t for t in tensors_in(outputs) if _is_plain(t) and t.untyped_storage().data_ptr() not in old]
 
 

@@ -17,7 +17,7 @@ import ctypes
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -203,14 +203,15 @@ class TransformerWorker(Worker):
     Args:
         context: the rank's place and device.
         config: the model. None: the defaults.
+        fields: fields of the config by name, for callers that do not want to import torch.
 
     Raises:
         ValueError: the model cannot be cut for this number of ranks. MemoryError: it does not fit.
     """
 
-    def __init__(self, context: WorkerContext, config: TransformerConfig | None = None) -> None:
+    def __init__(self, context: WorkerContext, config: TransformerConfig | None = None, **fields: Any) -> None:
         super().__init__(context)
-        self.config = config or TransformerConfig()
+        self.config = replace(config or TransformerConfig(), **fields)
         _check_partition(self.config, context.world_size)
         with torch.device("meta"):
             model = Transformer(self.config, context.world_size)

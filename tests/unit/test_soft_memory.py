@@ -148,14 +148,15 @@ def test_bad_requests_are_refused_before_anything_is_touched(allocator: SoftAllo
 def test_a_module_built_inside_use_lives_in_segments(allocator: SoftAllocator) -> None:
     torch.manual_seed(0)
     with allocator.use("weights"):
-        module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))
+        first = torch.nn.Linear(8, 16)
+        module = torch.nn.Sequential(first, torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))
         module.register_buffer("table", torch.tensor([1.0, 2.0]))
-        moved = module[0].weight.t().contiguous()
+        moved = first.weight.t().contiguous()
     tensors = [*module.parameters(), *module.buffers(), moved]
     assert all(allocator.tag_at(tensor.data_ptr()) == "weights" for tensor in tensors)
     assert allocator.tag_bytes()["weights"] == sum(4 * tensor.numel() for tensor in tensors)
     torch.manual_seed(0)
-    assert torch.equal(module[0].weight, torch.nn.Linear(8, 16).weight)
+    assert torch.equal(first.weight, torch.nn.Linear(8, 16).weight)
 
     # It is an ordinary module: it trains.
     x = torch.randn(3, 8)
@@ -185,6 +186,8 @@ def test_use_leaves_views_and_values_alone(allocator: SoftAllocator) -> None:
 
 def test_materialize_keeps_what_the_module_says(allocator: SoftAllocator) -> None:
     class Tied(torch.nn.Module):
+        table: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.embedding = torch.nn.Parameter(torch.empty(10, 4))
@@ -219,6 +222,15 @@ def test_memory_of_a_dead_tensor_is_given_back(runtime: SoftRuntime, allocator: 
     gc.collect()
     assert allocator.tag_bytes()["weights"] == 0
     assert held_bytes(runtime) == held
+
+
+def test_a_tensor_may_die_while_its_tag_sleeps(allocator: SoftAllocator) -> None:
+    dying, staying = (allocator.empty((1000,), torch.float32).fill_(value) for value in (1, 2))
+    allocator.sleep()
+    del dying
+    gc.collect()
+    assert allocator.wake(["weights"]) == {"weights": 4000}
+    assert torch.equal(staying, torch.full((1000,), 2.0))
 
 
 def test_a_dead_tensor_makes_no_device_call_while_frees_are_deferred(

@@ -91,16 +91,17 @@ def test_everything_that_the_graphs_read_has_a_tag(runtime: SoftRuntime) -> None
 
 def test_bad_requests_say_what_is_wrong(runtime: SoftRuntime) -> None:
     worker = build(runtime)
-    for prompts, count, message in [
+    bad: list[tuple[list[list[int]], int, str]] = [
         ([[]], 4, "must hold tokens below 512"),
         ([[512]], 4, "must hold tokens below 512"),
         ([[1]], 0, "max_new_tokens must be positive"),
         ([[1] * 100], 29, "more than max_seq_len=128"),
-    ]:
+    ]
+    for prompts, count, message in bad:
         with pytest.raises(ValueError, match=message):
             worker.decode(prompts, count)
     with pytest.raises(ValueError, match="heads=8, kv_heads=4, intermediate=256, vocab=512 cannot be divided among 3"):
         TransformerWorker(WorkerContext(0, 3, runtime))
     with pytest.raises(ValueError, match="not a floating type"):
-        build(runtime, TransformerConfig(dtype="int32"))
+        TransformerWorker(WorkerContext(0, 1, runtime), dtype="int32")
     assert execution_methods(TransformerWorker) == ("decode",)

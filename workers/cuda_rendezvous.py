@@ -1,0 +1,187 @@
+"""How the ranks of one host find each other and agree without CUDA: bytes and file descriptors over unix sockets.
+
+Knows sockets. Does not know what is agreed: NCCL's unique id goes through here, and so do the handles of workspaces, at
+times when no collective may run because the communicator is suspended.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["HostGroup", "Part"]
+
+_SOCKET_NAME = "cuda.sock"
+#: A datagram of the unix domain is limited by the socket's buffer, 208 KiB by default.
+_MAX_BYTES = 64 << 10
+_MAX_DESCRIPTORS = 64
+
+
+class Part(NamedTuple):
+    """What one rank contributed. The caller owns the descriptors and closes them; those of its own part are left out."""
+
+    data: bytes
+    descriptors: list[int]
+
+
+class HostGroup:
+    """Lock-step exchange among the ranks, a star around rank 0. The constructor is collective.
+
+    Args:
+        rank, world_size: this rank's place. rendezvous: an existing folder, the same for all ranks and for no others.
+        timeout_s: how long to wait for the other ranks, at the start and in every exchange, seconds.
+
+    Raises:
+        TimeoutError: a rank did not come. ValueError: a rank of another group came, or one came twice.
+
+    After an error the sockets are closed, which is how the other ranks learn of it.
+    """
+
+    def __init__(self, rank: int, world_size: int, rendezvous: Path, *, timeout_s: float = 120.0) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._timeout_s = timeout_s
+        #: On rank 0 the peers by rank, elsewhere rank 0.
+        self._peers: dict[int, socket.socket] = {}
+        if world_size == 1:
+            return
+        # A unix socket's path is limited to 108 bytes; this way only its last part counts.
+        directory = os.open(rendezvous, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        path = f"/proc/self/fd/{directory}/{_SOCKET_NAME}"
+        try:
+            if rank == 0:
+                self._listen(path)
+            else:
+                self._peers[0] = self._connect(path)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(directory)
+
+    def exchange(self, operation: str, data: bytes = b"", descriptors: Sequence[int] = ()) -> list[Part]:
+        """Everybody's part, in rank order. Returns when all ranks are in it; descriptors arrive duplicated.
+
+        Raises:
+            ConnectionError: a rank is gone. TimeoutError: a rank did not come. RuntimeError: it is in another operation.
+        """
+        own = Part(data, [])
+        if self.world_size == 1:
+            return [own]
+        message = operation.encode() + b"\0" + data
+        if len(message) > _MAX_BYTES or len(descriptors) > _MAX_DESCRIPTORS:
+            raise ValueError(f"{operation}: {len(message)} bytes and {len(descriptors)} descriptors are too many")
+        try:
+            if self.rank == 0:
+                parts = [own] + [self._receive(operation, peer) for peer in range(1, self.world_size)]
+                for peer in range(1, self.world_size):
+                    for origin, part in enumerate(parts):
+                        if origin != peer:
+                            handed = descriptors if origin == 0 else part.descriptors
+                            self._send(operation, peer, operation.encode() + b"\0" + part.data, handed)
+                return parts
+            self._send(operation, 0, message, descriptors)
+            return [own if origin == self.rank else self._receive(operation, 0) for origin in range(self.world_size)]
+        except BaseException:
+            self.close()
+            raise
+
+    def barrier(self, operation: str) -> None:
+        """Return when all ranks are in it. Raises as :meth:`exchange`."""
+        self.exchange(operation)
+
+    def close(self) -> None:
+        for connection in self._peers.values():
+            connection.close()
+        self._peers.clear()
+
+    # Details
+
+    def _send(self, operation: str, peer: int, message: bytes, descriptors: Sequence[int]) -> None:
+        try:
+            socket.send_fds(self._connection(operation, peer), [message], list(descriptors))
+        except TimeoutError:
+            raise TimeoutError(f"{operation}: rank {peer} does not take its message") from None
+        except OSError as error:
+            raise ConnectionError(f"{operation}: rank {peer} is gone") from error
+
+    def _receive(self, operation: str, peer: int) -> Part:
+        connection = self._connection(operation, peer)
+        try:
+            message, descriptors, flags, _ = socket.recv_fds(
+                connection, _MAX_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
+        except TimeoutError:
+            raise TimeoutError(f"{operation}: rank {peer} did not come within {self._timeout_s:.0f} s") from None
+        except OSError as error:
+            raise ConnectionError(f"{operation}: rank {peer} is gone") from error
+        if not message:
+            raise ConnectionError(f"{operation}: rank {peer} is gone" if peer else f"{operation}: a rank is gone")
+        name, _, data = message.partition(b"\0")
+        if name != operation.encode() or flags & socket.MSG_CTRUNC:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if flags & socket.MSG_CTRUNC:
+                raise ConnectionError(f"{operation}: this process may not open more files (RLIMIT_NOFILE)")
+            raise RuntimeError(f"rank {self.rank} is in {operation!r}, but rank {peer} is in {name.decode()!r}")
+        return Part(data, list(descriptors))
+
+    def _connection(self, operation: str, peer: int) -> socket.socket:
+        try:
+            return self._peers[peer]
+        except KeyError:
+            raise ConnectionError(f"{operation}: the group was closed, or lost a rank earlier") from None
+
+    def _listen(self, path: str) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            os.unlink(path)  # left by a run that was killed here
+        except FileNotFoundError:
+            pass
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(path)
+            listener.listen(self.world_size)
+            try:
+                while len(self._peers) < self.world_size - 1:
+                    self._accept(listener, deadline)
+            finally:
+                os.unlink(path)
+
+    def _accept(self, listener: socket.socket, deadline: float) -> None:
+        try:
+            listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            connection, _ = listener.accept()
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            hello = connection.recv(_MAX_BYTES).split()
+        except TimeoutError:
+            missing = sorted(set(range(1, self.world_size)) - set(self._peers))
+            raise TimeoutError(f"ranks {missing} did not come to the rendezvous in time") from None
+        rank, world_size = (int(number) for number in hello) if len(hello) == 2 else (-1, -1)
+        if world_size != self.world_size or not 0 < rank < world_size or rank in self._peers:
+            connection.close()
+            raise ValueError(f"rank {rank} of {world_size} came to a rendezvous of {self.world_size} ranks")
+        connection.settimeout(self._timeout_s)
+        self._peers[rank] = connection
+
+    def _connect(self, path: str) -> socket.socket:
+        deadline = time.monotonic() + self._timeout_s
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(self._timeout_s)
+        while True:
+            try:
+                connection.connect(path)
+                connection.send(f"{self.rank} {self.world_size}".encode())
+                return connection
+            except (FileNotFoundError, ConnectionRefusedError) as error:
+                # Rank 0 is not there yet, or is between bind and listen.
+                if time.monotonic() > deadline:
+                    connection.close()
+                    raise TimeoutError(f"rank {self.rank}: rank 0 did not open the rendezvous in time") from error
+                time.sleep(0.01)
+            except BaseException:
+                connection.close()
+                raise

@@ -1,0 +1,187 @@
+"""One rank's GPU, opened: allocator, communicator, workspaces and graphs put together.
+
+Knows how the parts of the CUDA backend are built, and which caches of torch can be given back. Knows nothing of stages or
+of the parent.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from checkpoint_executor.communication import SUSPEND, check_environment
+from checkpoint_executor.workers.cuda_arena import HostArena
+from checkpoint_executor.workers.cuda_backup import Backup
+from checkpoint_executor.workers.cuda_calls import PrimaryContext, device_uuids
+from checkpoint_executor.workers.cuda_communicator import CudaCommunicator, LocalCommunicator
+from checkpoint_executor.workers.cuda_graphs import CudaGraph, GraphPool
+from checkpoint_executor.workers.cuda_hash import open_hasher
+from checkpoint_executor.workers.cuda_memory import CudaAllocator
+from checkpoint_executor.workers.cuda_rendezvous import HostGroup
+from checkpoint_executor.workers.cuda_workspace import CudaWorkspace
+from checkpoint_executor.workers.protocols import Workspace
+
+__all__ = ["CudaRuntime", "choose_device"]
+
+T = TypeVar("T")
+
+
+class CudaRuntime:
+    """Meets :class:`~checkpoint_executor.workers.protocols.DeviceRuntime`; made by :meth:`open`, once in a process."""
+
+    kind = "cuda"
+
+    def __init__(self, context: PrimaryContext, group: HostGroup, *, communication: str, retain_backup: bool) -> None:
+        self._context = context
+        self._group = group
+        self._arena = HostArena(numa_node=context.numa_node)
+        self._allocator = CudaAllocator(
+            context, Backup(self._arena), hasher=open_hasher(context), retain_backup=retain_backup
+        )
+        self._communicator: CudaCommunicator | LocalCommunicator = (
+            CudaCommunicator(group, context.ordinal, suspendable=communication == SUSPEND)
+            if group.world_size > 1
+            else LocalCommunicator()
+        )
+        self._graphs = GraphPool(context.ordinal, self._allocator, self._communicator)
+        self._workspaces: list[Workspace] = []
+
+    @classmethod
+    def open(
+        cls,
+        *,
+        device_uuid: str | None = None,
+        index: int = 0,
+        rank: int,
+        world_size: int,
+        rendezvous: Path,
+        communication: str | None = SUSPEND,
+        retain_backup: bool = True,
+    ) -> CudaRuntime:
+        """Open the GPU in this process and meet the other ranks. Collective.
+
+        Args:
+            device_uuid: the GPU's UUID as NVML writes it (``GPU-...``). index: used without a UUID: its place among
+                the devices that ``CUDA_VISIBLE_DEVICES`` leaves to this process.
+            rank, world_size: this rank's place. rendezvous: an existing folder for this set of ranks alone.
+            communication: ``"suspend"`` or ``"socket"``; None is ``"suspend"``.
+            retain_backup: whether the host memory of the backup is kept after ``weights`` woke.
+
+        Raises:
+            ValueError: no such device, or an environment that cannot work, with everything that is wrong with it.
+            RuntimeError: NCCL cannot be suspended. TimeoutError, ConnectionError: a rank did not come, or is gone.
+        """
+        communication = communication or SUSPEND
+        # The executor judged the parent's environment; whoever opens a device without it deserves to know as well.
+        problems, _ = check_environment(communication, world_size, os.environ)
+        if problems:
+            raise ValueError("the environment cannot work:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        ordinal = choose_device(device_uuids(), device_uuid, index)
+        # Before anything else of torch, or a context would appear on device 0 as well.
+        torch.cuda.set_device(ordinal)
+        context = PrimaryContext(ordinal)
+        group = HostGroup(rank, world_size, rendezvous)
+        return cls(context, group, communication=communication, retain_backup=retain_backup)
+
+    @property
+    def device_id(self) -> str:
+        """The GPU's UUID, as NVML writes it: an index depends on ``CUDA_VISIBLE_DEVICES`` and this does not."""
+        return self._context.uuid
+
+    @property
+    def torch_device(self) -> str:
+        """What to give torch, e.g. ``"cuda:0"``."""
+        return f"cuda:{self._context.ordinal}"
+
+    @property
+    def allocator(self) -> CudaAllocator:
+        return self._allocator
+
+    @property
+    def communicator(self) -> CudaCommunicator | LocalCommunicator:
+        return self._communicator
+
+    @property
+    def workspaces(self) -> list[Workspace]:
+        """Registered workspaces, in the order in which they are prepared."""
+        return self._workspaces
+
+    def capture(self, function: Callable[[], T]) -> CudaGraph[T]:
+        """Warm up and capture ``function``; see :meth:`GraphPool.capture`."""
+        return self._graphs.capture(function)
+
+    def shared_workspace(self, size_bytes: int) -> CudaWorkspace:
+        """A peer-mapped workspace of ``size_bytes`` on each rank, registered. Collective. Raises MemoryError."""
+        workspace = CudaWorkspace(self._context, self._group, size_bytes)
+        self._workspaces.append(workspace)
+        return workspace
+
+    def device_call(self) -> AbstractContextManager[None]:
+        """Nothing to hold: the driver itself sees work, and blocks calls, of a locked process."""
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        """Wait until all submitted work is done."""
+        torch.cuda.synchronize(self._context.ordinal)
+
+    def prepare_backup(self) -> Mapping[str, int]:
+        """Get the backup's host memory now, e.g. once the weights exist, so that the first sleep is as fast as the others.
+
+        Returns:
+            ``arena``: its bytes.
+        """
+        self._allocator.prepare_backup()
+        return {"arena": self._arena.capacity_bytes}
+
+    def trim(self) -> Mapping[str, int]:
+        """Give torch's unused blocks back: the driver would copy them at about 2 GB/s, both ways.
+
+        cuBLAS's workspaces stay. A captured graph may hold the address of one, and replaying it after
+        ``_cuda_clearCublasWorkspaces`` would write to memory that is somebody else's by then; graphs that a worker captured
+        by itself cannot be seen from here. They are 32 MiB on H200, 16 ms of copying.
+
+        Returns:
+            ``torch_cache``: bytes given back.
+        """
+        gc.collect()
+        before = torch.cuda.memory_reserved(self._context.ordinal)
+        # Blocks of captured graphs are in private pools, which this leaves alone for as long as the graph lives.
+        torch.cuda.empty_cache()
+        return {"torch_cache": before - torch.cuda.memory_reserved(self._context.ordinal)}
+
+    def close(self) -> None:
+        """Orderly end of an awake worker. Idempotent.
+
+        The communicator is left to the end of the process: destroying it is a collective, which would wait for a rank
+        that died.
+        """
+        self.synchronize()
+        self._group.close()
+        self._arena.close()
+
+
+def choose_device(uuids: list[str], device_uuid: str | None, index: int) -> int:
+    """The index of a device among those of this process, from its UUID or, without one, from its place.
+
+    Raises:
+        ValueError: no such device.
+    """
+    if device_uuid is None:
+        if not 0 <= index < len(uuids):
+            raise ValueError(f"there is no device {index}: this process may use {len(uuids)}")
+        return index
+    # UUIDs of different sources differ in case.
+    wanted = device_uuid.lower()
+    for ordinal, uuid in enumerate(uuids):
+        if uuid.lower() == wanted:
+            return ordinal
+    raise ValueError(
+        f"no device {device_uuid} for this process (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); "
+        f"it may use {', '.join(uuids) or 'none'}"
+    )
