@@ -129,16 +129,28 @@ class Channel:
 def error_info(error: BaseException) -> ErrorInfo:
     """An exception as data, cut to what a header may hold."""
     limit = wire.MAX_TEXT_CHARACTERS
-    text = "".join(traceback.format_exception(error))
+    text = _encodable("".join(traceback.format_exception(error)))
     driver = isinstance(error, DriverError)
     return ErrorInfo(
         kind="driver" if driver else "exception",
-        message=(str(error) or type(error).__name__)[:limit],
+        message=_message(error)[:limit],
         error_type=f"{type(error).__module__}.{type(error).__qualname__}",
         traceback_text=text if len(text) <= limit else f"{text[: limit // 2]}\n[...]\n{text[-limit // 2 :]}",
         code=error.code if isinstance(error, DriverError) else None,
         code_name=error.name if isinstance(error, DriverError) else None,
     )
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return _encodable(str(error)) or type(error).__name__
+    except Exception:  # noqa: BLE001 - a user's exception may not even print
+        return f"{type(error).__name__}, whose text cannot be made"
+
+
+def _encodable(text: str) -> str:
+    """Without lone surrogates (from file names, say), which UTF-8 does not have."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 class FaultPlan:

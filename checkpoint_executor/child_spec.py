@@ -24,6 +24,8 @@ class ChildSpec(Struct, frozen=True, forbid_unknown_fields=True):
     device_id: str = ""
     communication: str = "suspend"
     retain_backup: bool = True
+    #: Largest single frame of user data that the parent takes.
+    max_payload_bytes: int = 64 << 30
     soft_root: str = ""
     soft_capacity_bytes: int | None = None
     #: Directory of the per-device admission locks, shared by the user's executors.

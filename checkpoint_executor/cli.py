@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
@@ -34,6 +35,9 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 #: More cycles than this are summed up instead of having a column each.
 _MAX_CYCLE_COLUMNS = 6
+
+#: Narrow: four columns of times fit into 80 characters.
+_TABLE_STYLE: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE_HEAD, "pad_edge": False}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -187,7 +191,7 @@ def _memory_table(report: DemoReport) -> Table:
     """Bytes by cycle and rank."""
     by_tag = any(cycle.device_bytes.weights_woken for cycle in report.cycles)
     where = "the software device's ledger" if report.device == "soft" else "NVML, beyond the empty device"
-    table = Table(title=f"Device memory, MiB ({where})", title_justify="left")
+    table = Table(title=f"Device memory, MiB ({where})", **_TABLE_STYLE)
     names = ["awake", "asleep", *(["weights awake"] if by_tag else []), "woken"]
     for name in ("cycle", "rank", *names):
         table.add_column(name, justify="right")
@@ -208,13 +212,13 @@ def _memory_table(report: DemoReport) -> Table:
 
 def _stage_table(cycles: Sequence[Cycle]) -> Table:
     """Stage times: wall time of each cycle if there are few, median and worst otherwise."""
-    table = Table(title="Time of each stage, ms (all ranks together)", title_justify="left")
-    table.add_column("")
-    table.add_column("stage")
+    table = Table(title="Time of each stage, ms (all ranks together)", **_TABLE_STYLE)
+    table.add_column("", no_wrap=True)
+    table.add_column("stage", no_wrap=True)
     few = len(cycles) <= _MAX_CYCLE_COLUMNS
     for name in [f"cycle {n}" for n, _ in enumerate(cycles, 1)] if few else ["median", "worst"]:
         table.add_column(name, justify="right")
-    table.add_column("slowest rank", justify="right")
+    table.add_column("slowest\nrank", justify="right")
     rows = _stage_rows(cycles)
     previous = ""
     for (operation, stage), (walls, ranks) in rows.items():

@@ -133,7 +133,7 @@ def check_environment(
         (problems, warnings), one sentence each. No problems means that the configuration holds.
     """
     problems = [
-        f"{name} asks for expandable segments, which the sleeping allocator cannot work with: remove expandable_segments"
+        f"{name} asks for expandable segments, with which the sleeping allocator cannot work: remove them there"
         for name in _ALLOCATOR_OPTIONS
         if _wants_expandable_segments(environ.get(name, ""))
     ]
@@ -173,8 +173,9 @@ def _judge(environ: Mapping[str, str], setting: Setting, *, must_be_set: bool) -
 def _check_flashinfer(communication: str, environ: Mapping[str, str]) -> list[str]:
     """FlashInfer's all-reduce: ``trtllm`` in *suspend*, off in *socket*, never ``mnnvl`` (it multicasts).
 
-    Both are judged explicitly: vLLM's defaults are on, and "auto", which tries mnnvl first on one node. The backend counts even when
-    the standalone all-reduce is off, since the compile pass ``fuse_allreduce_rms`` makes workspaces of its own.
+    Both are judged explicitly: vLLM's defaults are on, and "auto", which tries mnnvl first on one node. The backend
+    counts even when the standalone all-reduce is off, since the compile pass ``fuse_allreduce_rms`` makes workspaces
+    of its own.
     """
     problems = []
     use = _normal(environ.get(_FLASHINFER, ""))

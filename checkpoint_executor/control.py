@@ -15,7 +15,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 from checkpoint_executor import processes
 from checkpoint_executor.config import ExecutorConfig
-from checkpoint_executor.coordinator import Coordinator, Phase, StageLists
+from checkpoint_executor.coordinator import Coordinator, Phase, StageLists, Who
 from checkpoint_executor.errors import (
     AsleepError,
     BusyError,
@@ -58,14 +58,18 @@ from checkpoint_executor.messages import (
     ProcessExited,
     Refusal,
     Refuse,
+    ReleaseRequested,
     Replied,
     Role,
     RpcReplied,
     Send,
+    ShutdownRequested,
+    SleepRequested,
     StageCommand,
     StageReply,
     StartRequested,
     Target,
+    WakeRequested,
     identity,
 )
 from checkpoint_executor.processes import WatchedProcess
@@ -79,8 +83,11 @@ __all__ = ["Control", "OutgoingCall", "Request", "WorkerLink", "call_error"]
 class WorkerLink(Protocol):
     """How a front door reaches its workers: our own over the transport, vLLM's over vLLM's queues."""
 
-    def spawn(self, control: Control) -> Sequence[WatchedProcess]:
-        """Start the workers (or take over running ones). Called once, on the control thread."""
+    def spawn(self, control: Control) -> Iterable[WatchedProcess]:
+        """Start the workers (or take over running ones). Called once, on the control thread.
+
+        Each is watched before the next is asked for, so that a failure in the middle leaves none behind.
+        """
         ...
 
     def send_stage(self, control: Control, command: StageCommand) -> None:
@@ -162,7 +169,8 @@ class Control:
     Args:
         config: the validated configuration. stages: the front door's plans. link: how its workers are reached.
         runtime_dir: the executor's private directory; removed at the end. helper_spec: the helper's command line.
-        helper_environ: the helper's environment.
+        helper_environ: the helper's environment. on_change: called on the control thread after whatever changed the
+            phase, the sleeping tags or the last report; it must return soon and raise nothing.
     """
 
     def __init__(
@@ -173,19 +181,23 @@ class Control:
         runtime_dir: Path,
         helper_spec: str,
         helper_environ: Mapping[str, str],
+        on_change: Callable[[Control], None] | None = None,
     ) -> None:
         self.config = config
         self.runtime_dir = runtime_dir
-        self.transport: Transport
+        self._transport: Transport | None = None
         self._coordinator = Coordinator(
             config.tensor_parallel_size, stages, undo_before_checkpoint=config.undo_before_checkpoint
         )
         self._link = link
         self._helper_spec = helper_spec
         self._helper_environ = helper_environ
+        self._on_change = on_change
+        self._told: tuple[object, ...] = ()
         self._numbers = itertools.count(1)
         # Held while posting and while the inbox is closed for good: nothing is posted after its last look.
-        self._inbox_lock = threading.Lock()
+        # Reentrant: a finalizer that the garbage collector runs in the middle of it may post a shutdown.
+        self._inbox_lock = threading.RLock()
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._wake = new_wake_descriptor()
         self._requests: dict[int, Request] = {}
@@ -193,7 +205,8 @@ class Control:
         self._exited: set[int] = set()
         self._deadline: tuple[float, ArmDeadline, float] | None = None
         self._recorder = _Recorder(config.tensor_parallel_size)
-        self._tag_bytes: dict[int, dict[str, int]] = {}
+        #: By rank, what a wake takes, bytes: of each tag, and of the communicator (``suspendable``).
+        self._bytes_by_name: dict[int, dict[str, int]] = {}
         self._devices: dict[int, str] = {}
         self._fatal: FatalError | None = None
         self.execution_methods: frozenset[str] = frozenset()
@@ -213,7 +226,7 @@ class Control:
         """Hand in a request. Its future is answered, whatever happens."""
         request = self._new_request(make_event, call)
         if not self.post(lambda: self._begin(request)):
-            request.future.set_exception(self._ended())
+            request.future.set_exception(self.ended())
         return request
 
     def post(self, action: Callable[[], None]) -> bool:
@@ -235,7 +248,8 @@ class Control:
 
     @property
     def phase(self) -> Phase:
-        return self._coordinator.state.phase
+        # A crash of the thread leaves the coordinator where it was.
+        return self._coordinator.state.phase if self._fatal is None else Phase.FAILED
 
     @property
     def sleeping(self) -> frozenset[str]:
@@ -256,6 +270,15 @@ class Control:
         """Pids by name, ``helper`` and ``worker 0`` on."""
         return {child.name: child.pid for child in self._children.values()}
 
+    def ended(self) -> FatalError | RefusedError:
+        """The error of a call that comes too late."""
+        return self.fatal or RefusedError("the executor was shut down; build a new one")
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller runs on the control thread, which must not wait for itself."""
+        return threading.current_thread() is self._thread
+
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread to end. True if it did."""
         self._thread.join(timeout_s)
@@ -264,15 +287,16 @@ class Control:
     # -- the loop --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self.transport = Transport(self.runtime_dir, self.config.max_payload_bytes)
-        self.transport.watch(self._wake)
         try:
+            self._transport = Transport(self.runtime_dir, self.config.max_payload_bytes)
+            self.transport.watch(self._wake)
             while self.phase not in (Phase.CLOSED, Phase.FAILED):
                 self._turn()
         except BaseException as error:
-            # A bug in this thread must not leave callers waiting or workers serving.
+            # It must not leave callers waiting or workers serving, whatever it was.
             self._crash(error)
-            raise
+            if not (isinstance(error, OSError) and isinstance(self._fatal, StartError)):
+                raise  # a bug; what the machine has run out of, the caller is told
         finally:
             self._finish()
 
@@ -299,29 +323,38 @@ class Control:
     def _feed(self, event: Event) -> None:
         for instruction in self._coordinator.handle(event):
             self._perform(instruction)
+        if self._on_change is not None:
+            now = (self.phase, self.sleeping, self.paused, self.last_report)
+            if now != self._told:
+                self._told = now
+                self._on_change(self)
 
     def _begin(self, request: Request) -> None:
         self._requests[request.number] = request
+        if self._fatal is not None:
+            return  # answered at the end
         if self._coordinator.state.operation is None:
             self._recorder = _Recorder(self.config.tensor_parallel_size)
         self._feed(request.event)
 
     def _start(self, request: Request) -> None:
-        try:
-            helper = processes.spawn(Role.HELPER, HELPER, self._helper_spec, self._helper_environ)
-            self._adopt(helper)
-            for worker in self._link.spawn(self):
-                self._adopt(worker)
-        except OSError as error:
-            processes.kill_all(self._children.values())
-            self._fatal = StartError(f"a process could not be started: {error}. What had been started was killed")
-            request.future.set_exception(self._fatal)
-            raise
+        self._requests[request.number] = request
+        if self._fatal is not None:
+            return  # answered at the end
+        self._adopt(processes.spawn(Role.HELPER, HELPER, self._helper_spec, self._helper_environ))
+        for worker in self._link.spawn(self):
+            self._adopt(worker)
         self._begin(request)
 
     def _adopt(self, child: WatchedProcess) -> None:
         self._children[child.rank] = child
         self.transport.watch(child.pidfd)
+
+    @property
+    def transport(self) -> Transport:
+        if self._transport is None:
+            raise RuntimeError("the control thread has not begun")
+        return self._transport
 
     @property
     def helper_pid(self) -> int:
@@ -334,9 +367,9 @@ class Control:
             case Hello(role, rank, pid, start_time):
                 child = self._children.get(rank)
                 known = child is not None and (child.role, child.pid, child.start_time) == (role, pid, start_time)
-                if known and sender == identity(role, rank):
-                    state = self._coordinator.state
-                    self._feed(Replied(state.cycle, 0, rank))
+                state = self._coordinator.state
+                if known and sender == identity(role, rank) and state.stage is not None and state.stage.silent:
+                    self._feed(Replied(state.cycle, state.index, rank))
             case StageReply() if self._is_from(sender, message):
                 self._on_stage_reply(message)
             case CallReply(call_id, rank, error) if sender == identity(Role.WORKER, rank):
@@ -348,12 +381,13 @@ class Control:
                 pass  # nobody can speak for another: dropped, and the deadline holds
 
     def _is_from(self, sender: bytes, reply: StageReply) -> bool:
-        state = self._coordinator.state
-        if state.stage is None or state.stage.name != reply.stage:
-            return True  # the coordinator says what is not awaited
+        """Whether the stage in progress is the one named, and the sender is who performs it for that rank."""
+        stage = self._coordinator.state.stage
+        if stage is None or stage.name != reply.stage:
+            return False
         if sender == identity(Role.HELPER, HELPER):
-            return state.stage.who.value.startswith("helper")
-        return state.stage.who.value == "workers" and sender == identity(Role.WORKER, reply.rank)
+            return stage.who in (Who.HELPER, Who.HELPER_ITSELF)
+        return stage.who is Who.WORKERS and sender == identity(Role.WORKER, reply.rank)
 
     def _on_stage_reply(self, reply: StageReply) -> None:
         state = self._coordinator.state
@@ -365,11 +399,14 @@ class Control:
     def _remember(self, reply: StageReply) -> None:
         """Keep what later commands need: devices, methods, and bytes by tag."""
         match reply.stage:
-            case "build":
+            case "build" | "introduce":
                 self._devices[reply.rank] = reply.device or ""
                 self.execution_methods |= frozenset(reply.execution_methods)
-            case "sleep_allocator" | "release_kv_cache":
-                self._tag_bytes.setdefault(reply.rank, {}).update(reply.figures)
+            case "sleep_allocator" | "release_kv_cache" | "suspend_communicators" | "worker_sleep" | "worker_discard":
+                # A tag that slept before counts 0 here; what waking it takes was said when it fell asleep.
+                asleep = self._coordinator.state.sleeping
+                given_back = {name: size for name, size in reply.figures.items() if name not in asleep}
+                self._bytes_by_name.setdefault(reply.rank, {}).update(given_back)
 
     def _on_exit(self, child: WatchedProcess) -> None:
         status = child.poll_exit()
@@ -393,7 +430,7 @@ class Control:
             case Refuse(number):
                 self._requests.pop(number).future.set_exception(self._refusal(instruction))
             case Fail(number):
-                self._requests.pop(number).future.set_exception(self._ended())
+                self._requests.pop(number).future.set_exception(self.ended())
             case Proceed(number):
                 self._link.send_call(self, self._requests[number])
             case KillEverything(cause):
@@ -418,6 +455,8 @@ class Control:
             restoring=send.restoring,
             timeout_ms=int(self.config.deadlines.driver_lock_s * 1000) if send.stage == "lock" else 0,
             needed_bytes=self._needed_bytes(send) if send.stage == "admit_wake" else (),
+            # Below the stage's own deadline, so that a wait that is too long is a refusal that can be retried.
+            wait_s=self.config.deadlines.driver_lock_s if send.stage == "admit_wake" else 0.0,
             margin_bytes=self.config.wake_margin_bytes if send.stage == "admit_wake" else 0,
             targets=self._targets() if send.stage == "register" else (),
         )
@@ -433,7 +472,8 @@ class Control:
             pass  # it is dying: its pidfd says so in this turn or the next, and the deadline holds otherwise
 
     def _needed_bytes(self, send: Send) -> tuple[int, ...]:
-        return tuple(sum(self._tag_bytes.get(rank, {}).get(tag, 0) for tag in send.tags) for rank in send.ranks)
+        names = (*send.tags, "suspendable") if send.restoring else send.tags
+        return tuple(sum(self._bytes_by_name.get(rank, {}).get(name, 0) for name in names) for rank in send.ranks)
 
     def _targets(self) -> tuple[Target, ...]:
         return tuple(
@@ -450,7 +490,7 @@ class Control:
             return
         readings = self._recorder.readings()
         report = CycleReport(
-            operation=_OPERATION_NAMES.get(type(request.event).__name__, ""),
+            operation=_operation_name(request.event),
             performed=answer.performed,
             wall_s=time.monotonic() - self._recorder.begun,
             stages=self._recorder.stages() if answer.performed else (),
@@ -539,11 +579,18 @@ class Control:
 
     def _crash(self, error: BaseException) -> None:
         processes.kill_all(self._children.values())
-        if self._fatal is None:
+        what = f"{type(error).__name__}: {error}"
+        story = tuple(self._coordinator.story)
+        if self._fatal is not None:
+            pass  # the first cause stands
+        elif self._coordinator.state.phase is Phase.NEW:
+            self._fatal = StartError(
+                f"the executor could not start: {what}. What had been started was killed", story=story
+            )
+        else:
             self._fatal = FatalError(
-                f"the control thread failed: {type(error).__name__}: {error}. The workers and the helper were killed; "
-                "build a new executor",
-                story=tuple(self._coordinator.story),
+                f"the control thread failed: {what}. The workers and the helper were killed; build a new executor",
+                story=story,
             )
 
     def _finish(self) -> None:
@@ -551,22 +598,19 @@ class Control:
         processes.kill_all(self._children.values())
         processes.reap(self._children.values(), self.config.deadlines.reap_s)
         with self._inbox_lock:
-            os.close(self._wake)
-            self._wake = -1
+            wake, self._wake = self._wake, -1
+        os.close(wake)
         while not self._inbox.empty():
             self._inbox.get()()
         for request in self._requests.values():
             if not request.future.done():
-                request.future.set_exception(self._ended())
+                request.future.set_exception(self.ended())
         self._requests.clear()
-        self.transport.close()
+        if self._transport is not None:
+            self._transport.close()
         for child in self._children.values():
             child.close()
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
-
-    def _ended(self) -> FatalError | RefusedError:
-        """The error of a call that comes too late."""
-        return self.fatal or RefusedError("the executor was shut down; build a new one")
 
     def _new_request(self, make_event: Callable[[int], Event], call: OutgoingCall | None = None) -> Request:
         number = next(self._numbers)
@@ -603,10 +647,17 @@ _REFUSALS: dict[Refusal, type[RefusedError]] = {
     Refusal.CLOSED: RefusedError,
 }
 
-_OPERATION_NAMES = {
-    "StartRequested": "start",
-    "SleepRequested": "sleep",
-    "WakeRequested": "wake",
-    "ReleaseRequested": "release",
-    "ShutdownRequested": "shutdown",
-}
+
+def _operation_name(event: Event) -> str:
+    """What a report calls it."""
+    match event:
+        case SleepRequested(_, level):
+            return "sleep" if level else "pause"
+        case WakeRequested():
+            return "wake"
+        case ReleaseRequested():
+            return "release"
+        case ShutdownRequested():
+            return "shutdown"
+        case _:
+            return "start"

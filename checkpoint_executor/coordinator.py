@@ -213,7 +213,12 @@ OWN_STAGES = StageLists(
 #: ``wake_up`` the mirror image. An undone sleep leaves vLLM's ordinary level-1 sleep, which only ``wake_up`` ends,
 #: since EngineCore has paused its scheduler by then.
 VLLM_STAGES = StageLists(
-    start=(Stage("connect", Who.HELPER_ITSELF, DeadlineClass.START, silent=True), REGISTER),
+    start=(
+        Stage("connect", Who.HELPER_ITSELF, DeadlineClass.START, silent=True),
+        # vLLM built them: they say which GPU is theirs, and let the helper trace them.
+        Stage("introduce", Who.WORKERS, DeadlineClass.START),
+        REGISTER,
+    ),
     down=(
         measure("awake"),
         Stage("worker_sleep", Who.WORKERS, _SLEEP),

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import psutil
@@ -150,16 +150,27 @@ class DemoReport(Struct, frozen=True):
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
 
 
-class Audience:
-    """Is told what happens while the demo runs. This one does not listen."""
+class Audience(Protocol):
+    """Is told what happens while the demo runs."""
 
     def during(self, what: str, detail: Callable[[], str] | None = None) -> AbstractContextManager[None]:
         """Entered for as long as something takes; ``detail()`` says at any time what it is at."""
+        ...
+
+    def cycle_done(self, number: int, cycle: Cycle) -> None:
+        """A cycle is over."""
+        ...
+
+
+class _Nobody:
+    """The audience that is not there."""
+
+    def during(self, what: str, detail: Callable[[], str] | None = None) -> AbstractContextManager[None]:
         del what, detail
         return nullcontext()
 
     def cycle_done(self, number: int, cycle: Cycle) -> None:
-        """A cycle is over."""
+        pass
 
 
 def device_note(kind: str) -> str:
@@ -173,7 +184,7 @@ def run(options: DemoOptions, audience: Audience | None = None) -> DemoReport:
     Raises:
         ConfigError: the directory of this user's executors cannot be used.
     """
-    demo = _Demo(options, audience or Audience())
+    demo = _Demo(options, audience or _Nobody())
     try:
         demo.run()
     except CheckpointExecutorError as error:

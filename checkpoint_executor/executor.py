@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -23,6 +23,7 @@ from checkpoint_executor.control import Control, OutgoingCall, Request, call_err
 from checkpoint_executor.coordinator import OWN_STAGES, Phase
 from checkpoint_executor.errors import (
     CheckpointExecutorError,
+    ConfigError,
     FatalError,
     ForkedError,
     InvalidRequestError,
@@ -88,7 +89,11 @@ class CUDACheckpointExecutor:
         self.device_kind = detect_device_kind() if self.config.device == "auto" else self.config.device
         for warning in configuration.validate(self.config, os.environ, self.device_kind):
             warnings.warn(warning, stacklevel=2)
-        frames = payload.dump_call((worker, tuple(worker_args), dict(worker_kwargs or {})))
+        try:
+            frames = self._dump(worker, worker_args, worker_kwargs)
+        except ValueError as error:
+            message = f"the worker and its arguments cannot be sent: {error}. Nothing was started"
+            raise ConfigError(message, problems=(message,)) from error
         runtime_dir = directories.make_runtime_directory(self.config.runtime_dir)
         self._owner_pid = os.getpid()
         link = _OwnWorkers(self.config, self.device_kind, runtime_dir, frames)
@@ -131,16 +136,22 @@ class CUDACheckpointExecutor:
             RpcTimeoutError: not finished in time. The workers go on; further calls are refused until they have ended.
             AsleepError: the workers are checkpointed; or the method is an ``@execution`` method and a tag sleeps, or
                 the executor is paused.
+            InvalidRequestError: the arguments cannot be pickled, or are over ``max_payload_bytes``; nothing was sent.
             BusyError: another call is in progress.
             FatalError: the executor failed, now or earlier.
         """
         self._check_owner()
         name = method if isinstance(method, str) else getattr(method, "__name__", "callable")
-        frames = payload.dump_call((method, tuple(args), dict(kwargs or {})))
+        try:
+            frames = self._dump(method, args, kwargs)
+        except ValueError as error:
+            raise InvalidRequestError(f"{name!r} cannot be sent: {error}. Nothing was touched") from error
         execution = isinstance(method, str) and method in self._control.execution_methods
         request = self._control.submit(lambda number: RpcRequested(number, execution), OutgoingCall(name, frames))
         try:
             replies = self._wait(request.future, timeout)
+        except FatalError:
+            raise  # a DeadlineError is a TimeoutError too, and not this call's
         except FutureTimeout:
             self._control.event(Abandon(request.number))
             raise RpcTimeoutError(
@@ -197,6 +208,8 @@ class CUDACheckpointExecutor:
         if isinstance(tags, str):
             raise InvalidRequestError(f"tags must be a list of tags, not the string {tags!r}. Nothing was touched")
         named = None if tags is None else tuple(tags)
+        if named is not None and not all(isinstance(tag, str) for tag in named):
+            raise InvalidRequestError(f"tags must be strings, not {named!r}. Nothing was touched")
         return self._control_call(lambda number: WakeRequested(number, named))
 
     def release_kv_cache_memory(self) -> CycleReport:
@@ -248,10 +261,11 @@ class CUDACheckpointExecutor:
             FatalError: it failed; the first cause. RefusedError: it was shut down.
         """
         self._check_owner()
-        if (error := self._control.fatal) is not None:
-            raise error
-        if self._control.phase in (Phase.CLOSING, Phase.CLOSED):
-            raise InvalidRequestError("the executor was shut down; build a new one")
+        if self._control.phase is Phase.FAILED:
+            # The cause is complete when everything has been reaped.
+            self._control.join(self.config.deadlines.reap_s)
+        if self._control.phase in (Phase.FAILED, Phase.CLOSING, Phase.CLOSED):
+            raise self._control.ended()
 
     # -- end -------------------------------------------------------------------------------------
 
@@ -284,6 +298,16 @@ class CUDACheckpointExecutor:
             warnings.warn(warning, stacklevel=3)
         return report
 
+    def _dump(self, what: object, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Frame]:
+        """A call as frames. Raises ValueError, saying why they cannot be sent."""
+        try:
+            frames = payload.dump_call((what, tuple(args), dict(kwargs or {})))
+        except Exception as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+        if (problem := payload.oversized(frames, self.config.max_payload_bytes)) is not None:
+            raise ValueError(problem)
+        return frames
+
     def _wait(self, future: Future[Any], timeout_s: float | None = None) -> Any:
         try:
             return future.result(timeout_s)
@@ -313,6 +337,8 @@ def _end(control: Control, owner_pid: int) -> None:
     if os.getpid() != owner_pid:
         return
     request = control.submit(ShutdownRequested)
+    if control.is_current_thread:
+        return  # the garbage collector runs on any thread: this one has to go on, or nothing is shut down
     try:
         request.future.result(control.config.deadlines.shutdown_s + 2 * control.config.deadlines.reap_s)
     except (CheckpointExecutorError, FutureTimeout):
@@ -344,6 +370,7 @@ class _OwnWorkers:
             device_id=ids[rank] if ids and role is Role.WORKER else "",
             communication=self._config.communication,
             retain_backup=self._config.retain_backup,
+            max_payload_bytes=self._config.max_payload_bytes,
             soft_root=self._config.soft_root or str(softgpu.default_root()),
             soft_capacity_bytes=self._config.soft_capacity_bytes,
             locks_dir=str(directories.locks_directory()),
@@ -351,17 +378,15 @@ class _OwnWorkers:
             faults=self._config.faults,
         )
 
-    def spawn(self, control: Control) -> list[processes.ChildProcess]:
+    def spawn(self, control: Control) -> Iterator[processes.ChildProcess]:
         extra = dict(self._config.worker_env)
         if self._device_kind == "cuda":
             size = self._config.tensor_parallel_size
             extra = {**worker_environment(self._config.communication, size, {**os.environ, **extra}), **extra}
         environ = processes.child_environment(os.environ, extra)
-        started: list[processes.ChildProcess] = []
         for rank in self._ranks:
             spec = self.spec(Role.WORKER, rank, control.helper_pid)
-            started.append(processes.spawn(Role.WORKER, rank, _encode_spec(spec), environ))
-        return started
+            yield processes.spawn(Role.WORKER, rank, _encode_spec(spec), environ)
 
     def send_stage(self, control: Control, command: StageCommand) -> None:
         build = command.stage == "build"

@@ -107,7 +107,7 @@ class StageCommand(Struct, frozen=True, tag="stage", forbid_unknown_fields=True)
     needed_bytes: tuple[int, ...] = ()
     #: Free bytes that admission asks for beyond what is needed.
     margin_bytes: int = 0
-    #: How long admission may wait for room, seconds.
+    #: How long admission may wait for another executor's wake on the device, seconds.
     wait_s: float = 0.0
     #: Whether the processes are checkpointed, so that the driver's own bytes come back too (admission).
     restoring: bool = False

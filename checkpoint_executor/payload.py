@@ -20,9 +20,12 @@ import msgspec
 
 from checkpoint_executor.wire import Frame
 
-__all__ = ["UnsupportedResultError", "decode_result", "dump_call", "encode_result", "load_call"]
+__all__ = ["UnsupportedResultError", "decode_result", "dump_call", "encode_result", "load_call", "oversized"]
 
 _ARRAY, _TENSOR, _TUPLE, _BIG_INT = 1, 2, 3, 4
+
+#: Types that msgpack says as they are.
+_PLAIN = frozenset({type(None), bool, float, str, bytes})
 
 
 class UnsupportedResultError(TypeError):
@@ -45,6 +48,14 @@ def dump_call(obj: object) -> list[Frame]:
 def load_call(frames: Sequence[Frame]) -> Any:
     """The inverse of :func:`dump_call`. Only for data from the parent: unpickling is acting on it."""
     return pickle.loads(frames[0], buffers=frames[1:])
+
+
+def oversized(frames: Sequence[Frame], limit_bytes: int) -> str | None:
+    """What is wrong with frames of which one is over the limit. Such a frame would never arrive: zmq drops the peer."""
+    largest = max(memoryview(frame).nbytes for frame in frames)
+    if largest <= limit_bytes:
+        return None
+    return f"a frame of {largest} bytes is over max_payload_bytes ({limit_bytes})"
 
 
 class _ArrayMeta(msgspec.Struct, array_like=True):
@@ -90,17 +101,20 @@ def decode_result(frames: Sequence[Frame]) -> Any:
 
 def _lower(value: object, where: str, buffers: list[Frame]) -> object:
     """Reduce a value to what msgpack can say, moving arrays out of band."""
-    if value is None or isinstance(value, (bool, float, str, bytes)):
+    # The exact types: a subclass (numpy.float64 is a float) would not come back as what it was.
+    if type(value) in _PLAIN:
         return value
-    if isinstance(value, int):
-        if -(1 << 63) <= value < 1 << 64:
+    if type(value) is int:
+        if _fits_msgpack(value):
             return value
         return msgspec.msgpack.Ext(_BIG_INT, str(value).encode())
     if isinstance(value, dict):
         items: dict[object, object] = {}
         for key, item in value.items():
-            if not isinstance(key, (str, int, float, bytes, bool)) and key is not None:
-                raise UnsupportedResultError(f"{where} has a key of type {_name(key)}; keys must be str, int or bytes")
+            if not (type(key) in _PLAIN or (type(key) is int and _fits_msgpack(key))):
+                raise UnsupportedResultError(
+                    f"{where} has a key of type {_name(key)} ({key!r:.40}); keys must be str, bytes, or 64-bit int"
+                )
             items[key] = _lower(item, f"{where}[{key!r}]", buffers)
         return items
     if isinstance(value, (list, tuple)):
@@ -118,6 +132,10 @@ def _lower(value: object, where: str, buffers: list[Frame]) -> object:
         f"{where} is of type {_name(value)}, which cannot leave a worker: return None, bool, int, float, str, bytes, "
         "list, tuple, dict, numpy arrays or CPU tensors"
     )
+
+
+def _fits_msgpack(number: int) -> bool:
+    return -(1 << 63) <= number < 1 << 64
 
 
 def _name(value: object) -> str:

@@ -22,9 +22,6 @@ from checkpoint_executor.messages import ErrorInfo
 
 __all__ = ["DeviceLocks", "judge"]
 
-#: Another executor's wake takes about a second. Well below the 30 s of a driver stage, so that a wait that is too
-#: long is a refusal that can be retried, and not a deadline.
-LOCK_WAIT_S = 10.0
 _RETRY_S = 0.005
 
 
@@ -62,7 +59,7 @@ class DeviceLocks:
         self._directory = directory
         self._held: list[int] = []
 
-    def acquire(self, devices: Iterable[str], wait_s: float = LOCK_WAIT_S) -> str | None:
+    def acquire(self, devices: Iterable[str], wait_s: float) -> str | None:
         """Lock all of them, or none. Returns None, or the device that another executor kept for ``wait_s``.
 
         In sorted order, so that two executors cannot each hold what the other waits for.

@@ -1,4 +1,5 @@
-"""The CUDA driver's checkpoint verbs and NVML's memory readings, behind :class:`~checkpoint_executor.helper.drivers.Driver`.
+"""The CUDA driver's checkpoint verbs and NVML's memory readings, behind
+:class:`~checkpoint_executor.helper.drivers.Driver`.
 
 Knows ``cuda.bindings.driver`` and ``pynvml``, and is the only file that does in the helper. It does not know which verb
 is legal, what a state ought to be after it, or whether a target may be called at all: the service and the tables judge.
@@ -46,7 +47,7 @@ class CudaDriver:
     def open(self) -> DriverInfo:
         """``cuInit`` and NVML. Raises DriverError, with NVML's names where NVML failed."""
         try:
-            from cuda.bindings import driver
+            import cuda.bindings.driver as driver
         except ImportError as error:
             raise DriverError(
                 "open", DriverCode.UNKNOWN, "IMPORT_ERROR", f"cuda-bindings is needed: {error}"
@@ -183,5 +184,6 @@ def _nvml_call(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     except pynvml.NVMLError as error:
         missing = (pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        code = DriverCode.NO_DEVICE if error.value in missing else DriverCode.UNKNOWN
-        raise DriverError(name, code, f"NVML_ERROR_{error.value}", f"{error} {arguments[:1]}") from error
+        number = getattr(error, "value", -1)
+        code = DriverCode.NO_DEVICE if number in missing else DriverCode.UNKNOWN
+        raise DriverError(name, code, f"NVML_ERROR_{number}", f"{error} {arguments[:1]}") from error

@@ -27,7 +27,7 @@ from checkpoint_executor.driver_states import (
     Verb,
 )
 from checkpoint_executor.faults import Fault, Injection
-from checkpoint_executor.helper.admission import LOCK_WAIT_S, DeviceLocks, judge, needs
+from checkpoint_executor.helper.admission import DeviceLocks, judge, needs
 from checkpoint_executor.helper.drivers import DeviceMemory, Driver
 from checkpoint_executor.helper.targets import HeldTarget
 from checkpoint_executor.messages import DeviceReading, ErrorInfo, Exit, StageCommand, StageReply
@@ -270,10 +270,10 @@ class HelperService:
             for rank in command.ranks:
                 with self._faults.around(command.stage, rank) as fault:
                     faults[rank] = fault
-            busy = self._locks.acquire(devices.values())
+            busy = self._locks.acquire(devices.values(), command.wait_s)
             if busy is not None:
                 message = (
-                    f"another executor has been waking on {busy} for {LOCK_WAIT_S:.0f} s. Nothing was touched: "
+                    f"another executor has been waking on {busy} for {command.wait_s:g} s. Nothing was touched: "
                     "call wake_up() again"
                 )
                 verdicts = dict.fromkeys(command.ranks, ErrorInfo("refused", message, device=busy))

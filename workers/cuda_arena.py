@@ -50,8 +50,8 @@ class HostArena:
         numa_node: node to take the memory from, normally the GPU's; -1 leaves the choice to the kernel.
         registered: whether to pin it with the driver (``cuMemHostRegister``), which needs a current context.
 
-    For one thread at a time. A child of this process does not inherit the memory (``MADV_DONTFORK``): without that, forking
-    with 4 GiB took 98 ms instead of 0.8, and a child's copy of pinned pages is undefined.
+    For one thread at a time. A child of this process does not inherit the memory (``MADV_DONTFORK``): without that,
+    forking with 4 GiB took 98 ms instead of 0.8, and a child's copy of pinned pages is undefined.
     """
 
     def __init__(self, *, numa_node: int = -1, registered: bool = True) -> None:

@@ -6,6 +6,7 @@ nothing of tags, sleeping or ranks. Importing it needs no CUDA: the bindings are
 
 from __future__ import annotations
 
+import os
 import uuid
 from functools import cache
 from pathlib import Path
@@ -13,13 +14,13 @@ from typing import Any
 
 from checkpoint_executor.driver_states import DriverCode, DriverError
 
-__all__ = ["PrimaryContext", "bindings", "call", "device_uuids"]
+__all__ = ["PrimaryContext", "bindings", "call", "choose_device", "device_uuids"]
 
 
 @cache
 def bindings() -> Any:
     """``cuda.bindings.driver``. Raises ImportError."""
-    from cuda.bindings import driver
+    import cuda.bindings.driver as driver
 
     return driver
 
@@ -47,6 +48,27 @@ def device_uuids() -> list[str]:
     """
     call("cuInit", 0)
     return [_uuid_of(call("cuDeviceGet", index)) for index in range(int(call("cuDeviceGetCount")))]
+
+
+def choose_device(uuids: list[str], device_uuid: str | None, index: int) -> int:
+    """The index of a device among those of this process, from its UUID or, without one, from its place.
+
+    Raises:
+        ValueError: no such device.
+    """
+    if device_uuid is None:
+        if not 0 <= index < len(uuids):
+            raise ValueError(f"there is no device {index}: this process may use {len(uuids)}")
+        return index
+    # UUIDs of different sources differ in case.
+    wanted = device_uuid.lower()
+    for ordinal, found in enumerate(uuids):
+        if found.lower() == wanted:
+            return ordinal
+    raise ValueError(
+        f"no device {device_uuid} for this process (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); "
+        f"it may use {', '.join(uuids) or 'none'}"
+    )
 
 
 def _uuid_of(device: Any) -> str:
@@ -84,6 +106,11 @@ class PrimaryContext:
         """A device attribute by its name without the prefix, e.g. ``"MULTIPROCESSOR_COUNT"``."""
         which = getattr(bindings().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(call("cuDeviceGetAttribute", which, self.device))
+
+    @property
+    def architecture(self) -> str:
+        """What a kernel is compiled for, e.g. ``"sm_90"``."""
+        return f"sm_{self.attribute('COMPUTE_CAPABILITY_MAJOR')}{self.attribute('COMPUTE_CAPABILITY_MINOR')}"
 
     @property
     def numa_node(self) -> int:

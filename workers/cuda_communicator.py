@@ -1,11 +1,12 @@
 """Collectives among GPUs: NCCL by ``nccl4py``, able to give up its device memory at fixed addresses.
 
-Knows NCCL, and torch as far as streams and tensors go. Does not know the order of a sleep, nor the environment that makes a
-suspend possible (``checkpoint_executor.communication`` has that).
+Knows NCCL, and torch as far as streams and tensors go. Does not know the order of a sleep, nor the environment that
+makes a suspend possible (``checkpoint_executor.communication`` has that).
 
-What was measured (H200, 580.159, NCCL 2.30.7): with peer memory still mapped, the driver's checkpoint *succeeds* and its
-restore fails for ever. So ``is_suspended`` reads NCCL's own flag, and nothing else counts. After a resume the flag proves
-little as well: NCCL logs a failed import as a warning and carries on, so :meth:`CudaCommunicator.check` runs collectives.
+What was measured (H200, 580.159, NCCL 2.30.7): with peer memory still mapped, the driver's checkpoint *succeeds* and
+its restore fails for ever. So ``is_suspended`` reads NCCL's own flag, and nothing else counts. After a resume the
+flag proves little as well: NCCL logs a failed import as a warning and carries on, so :meth:`CudaCommunicator.check`
+runs collectives.
 """
 
 from __future__ import annotations
@@ -137,14 +138,15 @@ class CudaCommunicator:
         """Sum in place over all ranks, on the current stream. Returns ``tensor``.
 
         Raises:
-            RuntimeError: suspended; nothing reached the device. ValueError: the tensor is not contiguous.
+            RuntimeError: suspended; nothing reached the device.
         """
         self.require_active()
-        if not tensor.is_contiguous():
-            raise ValueError("all_reduce works in place and takes a contiguous tensor")
         if tensor.numel():
-            self._communicator.allreduce(tensor, tensor, self._nccl.SUM, stream=self._stream())
+            dense = tensor.contiguous()
+            self._communicator.allreduce(dense, dense, self._nccl.SUM, stream=self._stream())
             self._collectives += 1
+            if dense is not tensor:
+                tensor.copy_(dense)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -202,7 +204,7 @@ class CudaCommunicator:
                 )
 
     def memory_bytes(self) -> dict[str, int]:
-        """``suspendable`` and ``persistent`` device bytes, by NCCL's statistics; zeros in *socket*, which has no such."""
+        """``suspendable`` and ``persistent`` device bytes, by NCCL's statistics; zeros in *socket*, which has none."""
         if not self._suspendable:
             return {"suspendable": 0, "persistent": 0}
         statistic = self._nccl.NcclCommMemStat

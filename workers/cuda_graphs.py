@@ -3,9 +3,9 @@
 Knows torch's capture. It does not know what the function computes; from the allocator and the communicator it only asks
 whether a replay may run now.
 
-The graphs' own memory (intermediate results and outputs) is one private pool of torch's, which no allocator sleep reaches:
-the driver's checkpoint moves it, at about 2 GB/s. It is shared by all graphs made here, so they must not be replayed at
-the same time on different streams.
+The graphs' own memory (intermediate results and outputs) is one private pool of torch's, which no allocator sleep
+reaches: the driver's checkpoint moves it, at about 2 GB/s. It is shared by all graphs made here, so they must not be
+replayed at the same time on different streams.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class CudaGraph(Generic[T]):
         """Run it on the current stream and return :attr:`output`.
 
         Raises:
-            RuntimeError: memory sleeps, or a collective of the graph needs a communicator that is suspended. Nothing ran.
+            RuntimeError: memory sleeps, or a collective of the graph needs a communicator that is suspended. Nothing
+            ran.
         """
         self._require_replayable()
         self._graph.replay()
@@ -64,7 +65,7 @@ class GraphPool:
         self._allocator = allocator
         self._communicator = communicator
         # One stream for all: the pool's blocks belong to the stream that captured them.
-        self._stream = torch.cuda.Stream(device)
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def capture(self, function: Callable[[], T]) -> CudaGraph[T]:

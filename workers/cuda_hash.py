@@ -2,15 +2,15 @@
 
 Knows the hash and how to run it. Does not know what is hashed or what follows from it.
 
-The hash has two lanes of 64 bits. Memory is cut into blocks of 32 bytes; each lane passes the four words of a block, keyed
-with the block's position, through a chain of bijective rounds (lane 1 in the opposite order) and adds the result up modulo
-2**64. So a change within one block always changes both lanes, since every step of the chain is a bijection of the word that
-enters it; changes in several blocks cancel out in both lanes with probability 2**-128, as far as the rounds are random.
-Addition commutes, so the order in which blocks finish does not matter. It guards against accidents (an optimiser step,
-a swap of two tensors), not against someone who builds a collision.
+The hash has two lanes of 64 bits. Memory is cut into blocks of 32 bytes; each lane passes the four words of a block,
+keyed with the block's position, through a chain of bijective rounds (lane 1 in the opposite order) and adds the
+result up modulo 2**64. So a change within one block always changes both lanes, since every step of the chain is a
+bijection of the word that enters it; changes in several blocks cancel out in both lanes with probability 2**-128, as
+far as the rounds are random. Addition commutes, so the order in which blocks finish does not matter. It guards
+against accidents (an optimiser step, a swap of two tensors), not against someone who builds a collision.
 
-Why NVRTC: torch's operations would read the memory several times and need scratch of its size, Triton may be absent, and
-a C++ extension is ruled out. NVRTC comes with torch. Without it nothing is proven, so everything is copied.
+Why NVRTC: torch's operations would read the memory several times and need scratch of its size, Triton may be absent,
+and a C++ extension is ruled out. NVRTC comes with torch. Without it nothing is proven, so everything is copied.
 
 Scratch is 1 MiB, taken once: at sleep time the device may be full.
 """
@@ -28,7 +28,7 @@ from checkpoint_executor.workers.cuda_calls import PrimaryContext, bindings, cal
 if TYPE_CHECKING:
     import numpy
 
-__all__ = ["GpuHasher", "Hasher", "open_hasher", "reference_fingerprint"]
+__all__ = ["GpuHasher", "Hasher", "compile_cubin", "kernel_source", "open_hasher", "reference_fingerprint"]
 
 _log = logging.getLogger(__name__)
 
@@ -159,8 +159,7 @@ class GpuHasher:
         self._context = context
         self._processors = context.attribute("MULTIPROCESSOR_COUNT")
         context.make_current()
-        capability = context.attribute("COMPUTE_CAPABILITY_MAJOR"), context.attribute("COMPUTE_CAPABILITY_MINOR")
-        self._cubin = _compile("sm_{}{}".format(*capability))
+        self._cubin = compile_cubin(kernel_source(), context.architecture)
         self._module = call("cuModuleLoadData", ctypes.addressof(self._cubin))
         self._kernel = call("cuModuleGetFunction", self._module, b"fingerprint")
         self._stream = call("cuStreamCreate", int(bindings().CUstream_flags.CU_STREAM_NON_BLOCKING))
@@ -203,9 +202,21 @@ class GpuHasher:
         call("cuLaunchKernel", self._kernel, blocks, 1, 1, _THREADS, 1, 1, 0, self._stream, arguments, 0)
 
 
-def _compile(architecture: str) -> Any:
-    """The kernel's cubin for an architecture, as a ctypes buffer. A cubin and not PTX: nothing is compiled when it loads."""
-    from cuda.bindings import nvrtc
+def kernel_source() -> str:
+    """The kernel in CUDA C++, with the same constants as the reference."""
+    defines = {"KEY": _KEY}
+    for lane, multipliers in zip("AB", _ROUNDS, strict=True):
+        defines.update({f"{lane}{index}": value for index, value in enumerate(multipliers)})
+    return "".join(f"#define {name} {value:#x}ULL\n" for name, value in defines.items()) + _SOURCE
+
+
+def compile_cubin(source: str, architecture: str) -> Any:
+    """CUDA C++ compiled for an architecture (``sm_90``), as a ctypes buffer; not PTX, which is compiled when it loads.
+
+    Raises:
+        ImportError: no bindings of NVRTC. RuntimeError: no NVRTC, or an error in the source, with the compiler's words.
+    """
+    import cuda.bindings.nvrtc as nvrtc
 
     def checked(result: tuple[Any, ...]) -> Any:
         code, *values = result
@@ -213,18 +224,14 @@ def _compile(architecture: str) -> Any:
             raise RuntimeError(f"NVRTC: {getattr(code, 'name', code)}")
         return values[0] if values else None
 
-    defines = {"KEY": _KEY}
-    for lane, multipliers in zip("AB", _ROUNDS, strict=True):
-        defines.update({f"{lane}{index}": value for index, value in enumerate(multipliers)})
-    source = "".join(f"#define {name} {value:#x}ULL\n" for name, value in defines.items()) + _SOURCE
-    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"fingerprint.cu", 0, [], []))
+    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
     try:
         options = [f"--gpu-architecture={architecture}".encode()]
         result = nvrtc.nvrtcCompileProgram(program, len(options), options)
         if int(result[0]) != 0:
             log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
             checked(nvrtc.nvrtcGetProgramLog(program, log))
-            raise RuntimeError(f"NVRTC refused the hash for {architecture}: {log.decode(errors='replace').strip()}")
+            raise RuntimeError(f"NVRTC refused the source for {architecture}: {log.decode(errors='replace').strip()}")
         cubin = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
         checked(nvrtc.nvrtcGetCUBIN(program, cubin))
     finally:

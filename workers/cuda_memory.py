@@ -1,23 +1,23 @@
 """The sleeping allocator on a GPU: memory by tag, at addresses that are reserved once and never change.
 
-Knows CUDA's virtual memory, the tags' rules (``weights`` are backed up, ``kv_cache`` is dropped) and what torch needs to
-see a tensor there. Knows nothing of ranks, graphs or the driver's checkpoint, and judges no order of calls.
+Knows CUDA's virtual memory, the tags' rules (``weights`` are backed up, ``kv_cache`` is dropped) and what torch needs
+to see a tensor there. Knows nothing of ranks, graphs or the driver's checkpoint, and judges no order of calls.
 
-How memory sleeps: an address range is reserved (``cuMemAddressReserve``), physical memory is made and mapped into it; sleep
-unmaps the memory, which frees it, and keeps the range; wake makes and maps new memory at the same address, so that pointers
-in captured graphs and kernels stay right. A handle is released as soon as its memory is mapped: the mapping alone then
-keeps the memory, and unmapping frees it. Nothing here is ever exported, managed (``cuMemAllocManaged``) or multicast: the
-driver can checkpoint none of that.
+How memory sleeps: an address range is reserved (``cuMemAddressReserve``), physical memory is made and mapped into it;
+sleep unmaps the memory, which frees it, and keeps the range; wake makes and maps new memory at the same address, so
+that pointers in captured graphs and kernels stay right. A handle is released as soon as its memory is mapped: the
+mapping alone then keeps the memory, and unmapping frees it. Nothing here is ever exported, managed
+(``cuMemAllocManaged``) or multicast: the driver can checkpoint none of that.
 
-How tensors get there, without a C++ extension: ``torch.as_tensor`` over an object with ``__cuda_array_interface__``, a public
-protocol that keeps the object alive for as long as any tensor looks at the memory, and therefore says when it is free.
-The interface knows no bfloat16 or float8, so the bytes are taken as uint8 and a tensor of the wanted type is set on
-their storage; it is no view, so it can be a parameter. (``torch._C._construct_storage_from_data_pointer`` would be one
-call, but has no owner; a DLPack capsule from ctypes would be the same idea with more code.)
+How tensors get there, without a C++ extension: ``torch.as_tensor`` over an object with ``__cuda_array_interface__``,
+a public protocol that keeps the object alive for as long as any tensor looks at the memory, and therefore says when
+it is free. The interface knows no bfloat16 or float8, so the bytes are taken as uint8 and a tensor of the wanted type
+is set on their storage; it is no view, so it can be a parameter. (``torch._C._construct_storage_from_data_pointer``
+would be one call, but has no owner; a DLPack capsule from ctypes would be the same idea with more code.)
 
 Why frees are queued: a tensor dies whenever Python says so, in the garbage collector of any thread, perhaps while the
-process is checkpointed, where a CUDA call would end it. So the end of a tensor only notes its allocation; the device hears
-of it at the allocator's next call.
+process is checkpointed, where a CUDA call would end it. So the end of a tensor only notes its allocation; the device
+hears of it at the allocator's next call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from checkpoint_executor.tags import ALL_TAGS, BACKED_UP, KV_CACHE, WEIGHTS
 from checkpoint_executor.workers.cuda_backup import Backup, Region
@@ -262,8 +262,8 @@ class CudaAllocator:
         hasher: proves that a backup is still right; without one everything is copied at every sleep.
         retain_backup: whether the host memory is kept after ``weights`` woke, for the next sleep.
 
-    Allocations smaller than half of the granularity (2 MiB) share memory. Allocating is possible from any thread; ``sleep`` and
-    ``wake`` expect that no work is in progress.
+    Allocations smaller than half of the granularity (2 MiB) share memory. Allocating is possible from any thread;
+    ``sleep`` and ``wake`` expect that no work is in progress.
     """
 
     def __init__(
@@ -278,8 +278,8 @@ class CudaAllocator:
         self._copier = Copier()
         # Re-entrant: the garbage collector may run a caller's finalizer inside.
         self._lock = threading.RLock()
-        #: By (origin, address): origin is a tag for the segments of its torch pool, "" for the blocks made here. Segments
-        #: are kept apart since their journal may tell late of one whose address was given out again since.
+        #: By (origin, address): origin is a tag for the segments of its torch pool, "" for the blocks made here.
+        #: Segments are kept apart since their journal may tell late of one whose address was given out again since.
         self._blocks: dict[tuple[str, int], _Block] = {}
         self._open_blocks: dict[str, _Block] = {}
         self._keys = itertools.count()
@@ -334,7 +334,7 @@ class CudaAllocator:
         """
         import torch
 
-        places = [
+        places: list[tuple[Any, str, torch.Tensor]] = [
             (store, name, tensor)
             for part in module.modules()
             for store in (part._parameters, part._buffers)
@@ -358,7 +358,8 @@ class CudaAllocator:
 
     @contextmanager
     def use(self, tag: str) -> Iterator[None]:
-        """What torch allocates on the device in this thread, inside the ``with``, lands in this tag (``torch.cuda.MemPool``).
+        """What torch allocates on the device in this thread, inside the ``with``, lands in this tag
+        (``torch.cuda.MemPool``).
 
         That includes temporaries and, at a first matrix product, cuBLAS's workspace: build modules inside, run them
         outside. Any number of threads may have a pool open and free tensors at any time (see ``cuda_pool``); the tag
@@ -535,7 +536,7 @@ class CudaAllocator:
                 # deque.append is all that may happen at the end: it is atomic, takes no lock and calls no CUDA.
                 weakref.finalize(lease, self._ended.append, allocation).atexit = False
                 storage = torch.as_tensor(lease, device=device).untyped_storage()
-                tensor.set_(storage, 0, shape)
+                tensor.set_(storage, 0, shape, _contiguous_stride(shape))
             else:
                 tensor.resize_(shape)
             tensors.append(tensor)
@@ -641,6 +642,10 @@ class CudaAllocator:
 def _regions(block: _Block) -> list[Region]:
     """The block's allocations, by address: they were placed in that order."""
     return [Region(a.key, a.address, a.size_bytes) for a in block.allocations.values()]
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(_element_count(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _element_count(shape: Sequence[int]) -> int:

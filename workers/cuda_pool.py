@@ -1,11 +1,13 @@
-"""Memory for ``torch.cuda.MemPool`` whose callbacks never enter Python, so that torch's lock and the GIL cannot deadlock.
+"""Memory for ``torch.cuda.MemPool`` whose callbacks never enter Python, so that torch's lock and the GIL cannot
+deadlock.
 
-torch calls a pool's allocator while it holds its own lock. A callback into Python then waits for the GIL, while another
-thread that frees a tensor holds the GIL and waits for that lock: seen at once with four threads (``driver-facts``).
-Nothing that only orders *our* threads helps, since any thread of the process may free a tensor at any time. So the
-callbacks must be native, and no library in the process has a function that maps memory behind torch's signature: hence
-366 bytes of machine code, which call the driver's functions through a table and note what they did in a journal. They take
-no lock and know no Python. Python reads the journal when it wants to know (:meth:`NativeCallbacks.drain`).
+torch calls a pool's allocator while it holds its own lock. A callback into Python then waits for the GIL, while
+another thread that frees a tensor holds the GIL and waits for that lock: seen at once with four threads
+(``driver-facts``). Nothing that only orders *our* threads helps, since any thread of the process may free a tensor at
+any time. So the callbacks must be native, and no library in the process has a function that maps memory behind
+torch's signature: hence 366 bytes of machine code, which call the driver's functions through a table and note what
+they did in a journal. They take no lock and know no Python. Python reads the journal when it wants to know
+(:meth:`NativeCallbacks.drain`).
 
 The code is compiled from :data:`SOURCE`, which is the thing to read and to change; it has no relocations, uses no
 global and no vector register, and finds its state in an extra argument that a stub of 22 bytes adds. A test compiles
@@ -24,7 +26,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 __all__ = ["SOURCE", "NativeCallbacks", "TorchPool", "driver_functions"]
 
@@ -134,7 +136,7 @@ class _Record(ctypes.Structure):
 class _State(ctypes.Structure):
     """``struct state`` of the source."""
 
-    _fields_ = [
+    _fields_: ClassVar[Any] = [
         ("functions", ctypes.c_void_p * len(_DRIVER_FUNCTIONS)),
         ("context", ctypes.c_void_p),
         ("properties", ctypes.c_void_p),
@@ -223,7 +225,7 @@ def _load(code: tuple[bytes, int, int], state: int) -> tuple[int, int]:
     body, alloc_offset, free_offset = code
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     page = libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, private, -1, 0)
@@ -284,6 +286,10 @@ class TorchPool:
         self._device = device
         # Pools outlive their MemPool objects while tensors do, and refer to this by a plain pointer.
         self._allocator: Any = torch._C._cuda_customAllocator(callbacks.alloc_pointer, callbacks.free_pointer)
+
+    def drain(self) -> list[tuple[int, int]]:
+        """Segments allocated and freed since the last call; see :meth:`NativeCallbacks.drain`."""
+        return self._callbacks.drain()
 
     @contextmanager
     def use(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ times when no collective may run because the communicator is suspended.
 from __future__ import annotations
 
 import os
+import select
 import socket
 import time
 from collections.abc import Sequence
@@ -22,7 +23,8 @@ _MAX_DESCRIPTORS = 64
 
 
 class Part(NamedTuple):
-    """What one rank contributed. The caller owns the descriptors and closes them; those of its own part are left out."""
+    """What one rank contributed. The caller owns the descriptors and closes them; those of its own part are left
+    out."""
 
     data: bytes
     descriptors: list[int]
@@ -67,7 +69,8 @@ class HostGroup:
         """Everybody's part, in rank order. Returns when all ranks are in it; descriptors arrive duplicated.
 
         Raises:
-            ConnectionError: a rank is gone. TimeoutError: a rank did not come. RuntimeError: it is in another operation.
+            ConnectionError: a rank is gone. TimeoutError: a rank did not come. RuntimeError: it is in another
+            operation.
         """
         own = Part(data, [])
         if self.world_size == 1:
@@ -77,7 +80,8 @@ class HostGroup:
             raise ValueError(f"{operation}: {len(message)} bytes and {len(descriptors)} descriptors are too many")
         try:
             if self.rank == 0:
-                parts = [own] + [self._receive(operation, peer) for peer in range(1, self.world_size)]
+                collected = self._collect(operation)
+                parts = [own] + [collected[peer] for peer in range(1, self.world_size)]
                 for peer in range(1, self.world_size):
                     for origin, part in enumerate(parts):
                         if origin != peer:
@@ -109,18 +113,41 @@ class HostGroup:
         except OSError as error:
             raise ConnectionError(f"{operation}: rank {peer} is gone") from error
 
+    def _collect(self, operation: str) -> dict[int, Part]:
+        """One part of every peer, in whatever order they come: a rank that died is noticed whoever is late."""
+        waiting = {self._connection(operation, peer).fileno(): peer for peer in range(1, self.world_size)}
+        poller = select.poll()
+        for descriptor in waiting:
+            poller.register(descriptor, select.POLLIN | select.POLLRDHUP)
+        parts: dict[int, Part] = {}
+        deadline = time.monotonic() + self._timeout_s
+        while len(parts) < len(waiting):
+            ready = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            if not ready:
+                missing = sorted(set(waiting.values()) - set(parts))
+                raise TimeoutError(f"{operation}: ranks {missing} did not come within {self._timeout_s:.0f} s")
+            for descriptor, _ in ready:
+                peer = waiting[descriptor]
+                if peer in parts:
+                    raise ConnectionError(f"{operation}: rank {peer} is gone")
+                parts[peer] = self._receive(operation, peer)
+                # It waits for the answer now; all that can still come of it is its death.
+                poller.modify(descriptor, select.POLLRDHUP)
+        return parts
+
     def _receive(self, operation: str, peer: int) -> Part:
         connection = self._connection(operation, peer)
         try:
-            message, descriptors, flags, _ = socket.recv_fds(
-                connection, _MAX_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-            )
+            message, descriptors, flags, _ = socket.recv_fds(connection, _MAX_BYTES, _MAX_DESCRIPTORS)
         except TimeoutError:
             raise TimeoutError(f"{operation}: rank {peer} did not come within {self._timeout_s:.0f} s") from None
         except OSError as error:
             raise ConnectionError(f"{operation}: rank {peer} is gone") from error
         if not message:
             raise ConnectionError(f"{operation}: rank {peer} is gone" if peer else f"{operation}: a rank is gone")
+        for descriptor in descriptors:
+            # recv_fds takes MSG_CMSG_CLOEXEC and ignores it (CPython 3.11).
+            os.set_inheritable(descriptor, False)
         name, _, data = message.partition(b"\0")
         if name != operation.encode() or flags & socket.MSG_CTRUNC:
             for descriptor in descriptors:

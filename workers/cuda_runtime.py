@@ -1,7 +1,7 @@
 """One rank's GPU, opened: allocator, communicator, workspaces and graphs put together.
 
-Knows how the parts of the CUDA backend are built, and which caches of torch can be given back. Knows nothing of stages or
-of the parent.
+Knows how the parts of the CUDA backend are built, and which caches of torch can be given back. Knows nothing of
+stages or of the parent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from checkpoint_executor.communication import SUSPEND, check_environment
 from checkpoint_executor.workers.cuda_arena import HostArena
 from checkpoint_executor.workers.cuda_backup import Backup
-from checkpoint_executor.workers.cuda_calls import PrimaryContext, device_uuids
+from checkpoint_executor.workers.cuda_calls import PrimaryContext, choose_device, device_uuids
 from checkpoint_executor.workers.cuda_communicator import CudaCommunicator, LocalCommunicator
 from checkpoint_executor.workers.cuda_graphs import CudaGraph, GraphPool
 from checkpoint_executor.workers.cuda_hash import open_hasher
@@ -27,7 +27,7 @@ from checkpoint_executor.workers.cuda_rendezvous import HostGroup
 from checkpoint_executor.workers.cuda_workspace import CudaWorkspace
 from checkpoint_executor.workers.protocols import Workspace
 
-__all__ = ["CudaRuntime", "choose_device"]
+__all__ = ["CudaRuntime"]
 
 T = TypeVar("T")
 
@@ -131,7 +131,8 @@ class CudaRuntime:
         torch.cuda.synchronize(self._context.ordinal)
 
     def prepare_backup(self) -> Mapping[str, int]:
-        """Get the backup's host memory now, e.g. once the weights exist, so that the first sleep is as fast as the others.
+        """Get the backup's host memory now, e.g. once the weights exist, so that the first sleep is as fast as the
+        others.
 
         Returns:
             ``arena``: its bytes.
@@ -143,8 +144,8 @@ class CudaRuntime:
         """Give torch's unused blocks back: the driver would copy them at about 2 GB/s, both ways.
 
         cuBLAS's workspaces stay. A captured graph may hold the address of one, and replaying it after
-        ``_cuda_clearCublasWorkspaces`` would write to memory that is somebody else's by then; graphs that a worker captured
-        by itself cannot be seen from here. They are 32 MiB on H200, 16 ms of copying.
+        ``_cuda_clearCublasWorkspaces`` would write to memory that is somebody else's by then; graphs that a worker
+        captured by itself cannot be seen from here. They are 32 MiB on H200, 16 ms of copying.
 
         Returns:
             ``torch_cache``: bytes given back.
@@ -164,24 +165,3 @@ class CudaRuntime:
         self.synchronize()
         self._group.close()
         self._arena.close()
-
-
-def choose_device(uuids: list[str], device_uuid: str | None, index: int) -> int:
-    """The index of a device among those of this process, from its UUID or, without one, from its place.
-
-    Raises:
-        ValueError: no such device.
-    """
-    if device_uuid is None:
-        if not 0 <= index < len(uuids):
-            raise ValueError(f"there is no device {index}: this process may use {len(uuids)}")
-        return index
-    # UUIDs of different sources differ in case.
-    wanted = device_uuid.lower()
-    for ordinal, uuid in enumerate(uuids):
-        if uuid.lower() == wanted:
-            return ordinal
-    raise ValueError(
-        f"no device {device_uuid} for this process (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); "
-        f"it may use {', '.join(uuids) or 'none'}"
-    )

@@ -1,17 +1,18 @@
 """Peer-mapped memory outside the communicator, released before the driver's checkpoint and mapped again afterwards.
 
-Knows CUDA's virtual memory and file descriptors. Does not know when it is called: the coordinator orders the hooks around
-the driver's stages. The ranks agree over host sockets, because the communicator is suspended by then.
+Knows CUDA's virtual memory and file descriptors. Does not know when it is called: the coordinator orders the hooks
+around the driver's stages. The ranks agree over host sockets, because the communicator is suspended by then.
 
-Each rank makes memory of its own, exports it as a file descriptor, and maps everybody else's at addresses that it reserved
-once: the way NCCL and FlashInfer reach peers without CUDA IPC. An import that is alive makes the checkpoint succeed and
-every restore fail, and an exported allocation cannot be checkpointed either, so :meth:`checkpoint_prepare` lets go of both
-and keeps only address ranges. No multicast object is ever made.
+Each rank makes memory of its own, exports it as a file descriptor, and maps everybody else's at addresses that it
+reserved once: the way NCCL and FlashInfer reach peers without CUDA IPC. An import that is alive makes the checkpoint
+succeed and every restore fail, and an exported allocation cannot be checkpointed either, so
+:meth:`checkpoint_prepare` lets go of both and keeps only address ranges. No multicast object is ever made.
 
-FlashInfer's workspaces need no adaptor: they have the same two methods (TRT-LLM all-reduce fusion, from the release that holds
-https://github.com/flashinfer-ai/flashinfer/pull/3950), so a worker appends them to ``context.workspaces``. The ``trtllm`` backend passes
-``enable_multicast=False``; ``mnnvl`` multicasts and is not accepted, and workspaces on torch's symmetric memory refuse the hooks
-(NotImplementedError). Under vLLM also mind the compile pass ``fuse_allreduce_rms``, which makes workspaces of its own.
+FlashInfer's workspaces need no adaptor: they have the same two methods (TRT-LLM all-reduce fusion, from the release
+that holds https://github.com/flashinfer-ai/flashinfer/pull/3950), so a worker appends them to ``context.workspaces``.
+The ``trtllm`` backend passes ``enable_multicast=False``; ``mnnvl`` multicasts and is not accepted, and workspaces on
+torch's symmetric memory refuse the hooks (NotImplementedError). Under vLLM also mind the compile pass
+``fuse_allreduce_rms``, which makes workspaces of its own.
 """
 
 from __future__ import annotations

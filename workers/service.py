@@ -176,8 +176,12 @@ class WorkerService:
         method, args, kwargs = payload.load_call(frames)
         with self.runtime.device_call():
             if isinstance(method, str):
-                return payload.encode_result(getattr(self.worker, method)(*args, **kwargs))
-            return payload.encode_result(method(self.worker, *args, **kwargs))
+                out = payload.encode_result(getattr(self.worker, method)(*args, **kwargs))
+            else:
+                out = payload.encode_result(method(self.worker, *args, **kwargs))
+        if (problem := payload.oversized(out, self._spec.max_payload_bytes)) is not None:
+            raise payload.UnsupportedResultError(f"result: {problem}")
+        return out
 
     def _exit(self) -> None:
         try:

@@ -7,8 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from checkpoint_executor import CUDACheckpointExecutor
-from tests.support.executor_harness import Leaks, SharedExecutor, SoftMachine
+from tests.support.executor_harness import Gate, Leaks, SharedExecutor, SoftMachine, warm_up_zmq
 from tests.support.executor_workers import RawWorker
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_zmq() -> None:
+    warm_up_zmq()
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +29,9 @@ def two_ranks_of_module() -> Iterator[SharedExecutor]:
 
 
 @pytest.fixture(autouse=True)
-def _no_leaks() -> Iterator[None]:
+def _no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    if "shared" in request.fixturenames:
+        request.getfixturevalue("shared").get()  # made now, so that it does not count as left behind
     leaks = Leaks()
     yield
     leaks.check()
@@ -38,6 +45,14 @@ def machine() -> Iterator[SoftMachine]:
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """Where workers wait until the test, or its end, lets them go on."""
+    made = Gate()
+    yield made
+    made.close()
 
 
 @pytest.fixture

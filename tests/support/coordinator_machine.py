@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from checkpoint_executor.coordinator import OWN_STAGES, Coordinator, Phase, StageLists, State
 from checkpoint_executor.driver_states import EXPECTED_STATE, ProcessState
 from checkpoint_executor.messages import (
@@ -92,6 +94,11 @@ class Machine:
     def shutdown(self) -> list[Instruction]:
         return self.handle(ShutdownRequested(self._next()))
 
+    @property
+    def asks(self) -> tuple[Callable[[], list[Instruction]], ...]:
+        """Every kind of request that one caller may make while another waits."""
+        return (self.sleep, lambda: self.sleep(0), self.wake, self.release, self.rpc)
+
     def _next(self) -> int:
         self.request += 1
         return self.request
@@ -136,6 +143,9 @@ class Machine:
         return self.done[begin:]
 
     # -- places to begin at ----------------------------------------------------------------------
+
+    def new(self) -> Machine:
+        return self
 
     def awake(self) -> Machine:
         self.start()

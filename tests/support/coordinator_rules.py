@@ -64,6 +64,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
 
 _VERBS: dict[str, ProcessState] = {verb.value: state for verb, state in EXPECTED_STATE.items()}
 _REQUESTS = (StartRequested, SleepRequested, WakeRequested, ReleaseRequested, RpcRequested, ShutdownRequested)
+_OUTCOMES = (Replied, RpcReplied, DeadlinePassed, ProcessExited)
 _KNOWN = frozenset({ProcessState.RUNNING, ProcessState.LOCKED})
 _EMPTY: frozenset[int] = frozenset()
 
@@ -118,12 +119,14 @@ def observe(
     if after is before or after == before:
         if awaited:
             _broken("an_awaited_event_has_an_effect", f"{event} in {before.phase}")
-        _check_quiet(h, event, instructions)
+        _check_quiet(h, before, event, instructions)
         return h
     if before.phase in TERMINAL:
         _broken("failed_and_closed_are_final", f"{event} leads to {after.phase}")
-    if isinstance(event, Replied | RpcReplied | DeadlinePassed | ProcessExited) and not awaited:
+    if not awaited and isinstance(event, _OUTCOMES):
         _broken("what_is_not_awaited_changes_nothing", f"{event} in {before.phase}")
+    if _can_never_be_right(event):
+        _broken("what_can_never_be_right_changes_nothing", f"{event} in {before.phase}")
     if any(isinstance(i, Ignored) for i in instructions):
         _broken("an_ignored_event_changes_nothing", f"{event} in {before.phase}")
 
@@ -174,6 +177,8 @@ def validate(machine: Coordinator, h: History, state: State) -> None:
     if state.phase in WORKING:
         if state.stage is None or state.pending != h.awaiting or not h.awaiting:
             _broken("a_stage_ends_with_its_last_rank", f"{state.stage}: {set(state.pending)} != {set(h.awaiting)}")
+        if state.locked != h.locked:
+            _broken("the_locked_are_known", f"{set(state.locked)} instead of {set(h.locked)}")
         expected = _deadline_start(state)
         if (state.armed, state.deadline) != expected:
             _broken("each_stage_has_its_deadline", f"{(state.armed, state.deadline)} instead of {expected}")
@@ -207,17 +212,46 @@ def _is_awaited(h: History, before: State, event: Event) -> bool:
     return False
 
 
-def _check_quiet(h: History, event: Event, instructions: list[Instruction]) -> None:
+def _check_quiet(h: History, before: State, event: Event, instructions: list[Instruction]) -> None:
     """An event without effect says so, once, and answers the request that it is."""
-    request = event.request if isinstance(event, _REQUESTS) else None
     if len(instructions) != 1:
         _broken("an_event_without_effect_says_so", f"{event}: {instructions}")
+    request = event.request if isinstance(event, _REQUESTS) else None
     match instructions[0]:
         case Ignored() if request is None:
             return
         case Refuse(answered) | Fail(answered) | Answer(answered, performed=False) if answered == request:
+            if not isinstance(event, StartRequested | ShutdownRequested):
+                _check_refusal(before, event, instructions[0])
             return
     _broken("an_event_without_effect_says_so", f"{event}: {instructions}")
+
+
+def _check_refusal(before: State, event: Event, instruction: Instruction) -> None:
+    """Whoever is refused hears the reason that matters most: what is over, what is wrong, what is in the way."""
+    refusal = instruction.refusal if isinstance(instruction, Refuse) else None
+    if before.phase is Phase.FAILED:
+        right = isinstance(instruction, Fail)
+    elif before.phase in (Phase.CLOSING, Phase.CLOSED):
+        right = refusal is Refusal.CLOSED
+    elif _can_never_be_right(event):
+        right = refusal is Refusal.INVALID
+    elif before.phase not in (Phase.AWAKE, Phase.CHECKPOINTED) or before.rpc is not None:
+        right = refusal is Refusal.BUSY
+    else:
+        right = refusal is Refusal.ASLEEP or isinstance(instruction, Answer)
+    if not right:
+        _broken("a_refusal_has_its_reason", f"{event} in {before.phase}: {instruction}")
+
+
+def _can_never_be_right(event: Event) -> bool:
+    match event:
+        case SleepRequested(_, level):
+            return level not in (0, 1)
+        case WakeRequested(_, tags):
+            return tags is not None and (not tags or not set(tags) <= set(ALL_TAGS))
+        case _:
+            return False
 
 
 def _take_event(machine: Coordinator, h: History, event: Event) -> History:
@@ -308,6 +342,8 @@ def _take_instructions(
                     _broken("each_request_is_answered_once", f"{instruction} to {event}")
                 if isinstance(instruction, Refuse) and answered == request:
                     _broken("a_refused_request_changes_nothing", f"{instruction}")
+                if isinstance(instruction, Answer) and not instruction.performed and before.phase is not Phase.NEW:
+                    _broken("a_no_op_changes_nothing", f"{instruction} to {event}")
                 if answered == h.call and isinstance(event, RpcRequested):
                     _broken("each_request_is_answered_once", f"a call that may proceed was answered: {instruction}")
                 if isinstance(instruction, Fail) and not h.killed:

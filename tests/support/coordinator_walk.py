@@ -76,10 +76,8 @@ _WAKE_TAGS: tuple[tuple[str, ...] | None, ...] = (
     (KV_CACHE,),
     (KV_CACHE, WEIGHTS),
     (WEIGHTS, WEIGHTS),
-    (),
-    ("bogus",),
-    (WEIGHTS, "bogus"),
 )
+_WRONG_TAGS: tuple[tuple[str, ...], ...] = ((), ("bogus",), (WEIGHTS, "bogus"))
 
 
 class Walk(Struct):
@@ -243,15 +241,19 @@ def _signature(event: Event, instructions: list[Instruction]) -> str:
 
 
 def events(machine: Coordinator, s: State, h: History, view: View) -> Iterator[Event]:
-    """Every event, possible or absurd, in this state."""
-    ranks = _representatives(machine, s, h) if view is View.REDUCED else sorted(machine.ranks)
+    """Every event, possible or absurd, in this state.
+
+    The views that exist for comparison leave out most of what has no effect; the reduced one tries it.
+    """
+    everything = view is View.REDUCED
+    ranks = _representatives(machine, s, h) if everything else sorted(machine.ranks)
     anyone = (*ranks, HELPER, _NOBODY)
     new = max(s.request or 0, s.rpc or 0) + 1
-    yield from _requests(new)
+    yield from _requests(new, everything)
     yield ProcessExited(Role.HELPER, HELPER, -9)
     for rank in (*ranks, _NOBODY):
         yield ProcessExited(Role.WORKER, rank, 1)
-    for call in (s.rpc or _SOME_REQUEST, new):
+    for call in (s.rpc or _SOME_REQUEST, new) if everything else (s.rpc or _SOME_REQUEST,):
         yield Abandon(call)
         for rank in anyone:
             yield RpcReplied(call, rank)
@@ -259,26 +261,26 @@ def events(machine: Coordinator, s: State, h: History, view: View) -> Iterator[E
     for cycle, index in sorted(places | {(s.cycle - 1, s.armed), (s.cycle + 1, s.armed)}):
         yield DeadlinePassed(cycle, index)
     expected = _EXPECTED.get(s.stage.name) if s.stage else None
-    stale = [(s.cycle - 1, s.index), (s.cycle, s.index + 1), (s.cycle + 1, s.index), (s.cycle, s.index - 1)]
-    if view is not View.REDUCED:
-        stale = stale[:2]  # these views are for comparison; what has no effect is tried in the reduced one
     for rank in anyone:
-        for cycle, index in stale:
-            yield Replied(cycle, index, rank, state_after=expected)
-            if view is View.REDUCED:
-                yield Replied(cycle, index, rank, ERRORS[0], state_after=ProcessState.RUNNING)
+        yield Replied(s.cycle - 1, s.index, rank, state_after=expected)
+        if everything:
+            yield Replied(s.cycle - 1, s.index, rank, ERRORS[0], state_after=ProcessState.RUNNING)
+            yield Replied(s.cycle + 1, s.index, rank, state_after=expected)
+            yield Replied(s.cycle, s.index + 1, rank, state_after=expected)
+            yield Replied(s.cycle, s.index - 1, rank, ERRORS[0], state_after=ProcessState.LOCKED)
         if rank in s.pending or rank in h.awaiting:
             yield from _replies(s, rank, ERRORS[: _ERRORS_IN[view]])
         else:  # a duplicate, or nobody's business
-            yield Replied(s.cycle, s.index, rank, state_after=expected)
             yield Replied(s.cycle, s.index, rank, ERRORS[0], state_after=ProcessState.LOCKED)
+            if everything:
+                yield Replied(s.cycle, s.index, rank, state_after=expected)
 
 
-def _requests(new: int) -> Iterator[Event]:
+def _requests(new: int, everything: bool) -> Iterator[Event]:
     yield StartRequested(new)
-    for level in (0, 1, 2, 3, -1):
+    for level in (0, 1, 2, 3, -1) if everything else (0, 1):
         yield SleepRequested(new, level)
-    for tags in _WAKE_TAGS:
+    for tags in _WAKE_TAGS + _WRONG_TAGS if everything else _WAKE_TAGS:
         yield WakeRequested(new, tags)
     yield ReleaseRequested(new)
     yield RpcRequested(new, execution=False)

@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import zmq
 from msgspec import Struct
 
 from checkpoint_executor import CUDACheckpointExecutor, FatalError, procfs
@@ -88,8 +89,10 @@ def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future
 class Gate:
     """A place where a worker waits until the test opens it. The worker's side is ``executor_workers.wait_at``."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
+    def __init__(self) -> None:
+        # Not pytest's folder: a socket's path is limited to 107 bytes.
+        self._folder = Path(tempfile.mkdtemp(prefix="cx-gate-"))
+        self.path = str(self._folder / "gate")
         self._waiting: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(self.path)
@@ -114,7 +117,7 @@ class Gate:
     def close(self) -> None:
         self.open()
         self._listener.close()
-        os.unlink(self.path)
+        shutil.rmtree(self._folder)
 
 
 # ---------------------------------------------------------------------------------------------- faults
@@ -150,6 +153,15 @@ def _command_lines() -> Iterator[tuple[int, bytes]]:
                 pass  # it ended meanwhile
 
 
+def warm_up_zmq() -> None:
+    """Have pyzmq start the thread, with descriptors, that it keeps for life after the first large message."""
+    with zmq.Context() as context, context.socket(zmq.PAIR) as sender, context.socket(zmq.PAIR) as receiver:
+        receiver.bind("inproc://warm-up")
+        sender.connect("inproc://warm-up")
+        sender.send(bytes(2 * zmq.COPY_THRESHOLD), copy=False)
+        receiver.recv()
+
+
 class Leaks:
     """What this process holds; :meth:`check` says what was added since.
 
@@ -158,6 +170,7 @@ class Leaks:
 
     def __init__(self) -> None:
         self._children = self._list_children()
+        self._threads = set(threading.enumerate())
         self._descriptors = self._list_descriptors()
         self._shared = self._list_shared()
 
@@ -169,7 +182,11 @@ class Leaks:
                 for number, target in self._list_descriptors().items()
                 if self._descriptors.get(number) != target
             },
-            "threads": {thread.name for thread in threading.enumerate() if thread.name == "checkpoint-executor"},
+            "threads": {
+                thread.name
+                for thread in threading.enumerate()
+                if thread.name == "checkpoint-executor" and thread not in self._threads
+            },
             "shared memory": self._list_shared() - self._shared,
         }
         if len(self._list_descriptors()) == len(self._descriptors):
@@ -214,7 +231,6 @@ class SoftMachine:
         self.runtime_base.mkdir()
         self._executors: list[CUDACheckpointExecutor] = []
         self._children: list[ChildProcess] = []
-        self._gates: list[Gate] = []
 
     # Making things
 
@@ -233,11 +249,6 @@ class SoftMachine:
         executor = CUDACheckpointExecutor(worker, ranks, **self.options(**options))
         self._executors.append(executor)
         return executor
-
-    def gate(self) -> Gate:
-        gate = Gate(self.folder / f"gate{len(self._gates)}")
-        self._gates.append(gate)
-        return gate
 
     def take(self, size_bytes: int, rank: int = 0) -> ChildProcess:
         """Another process takes so many bytes on a rank's device, context included."""
@@ -300,8 +311,6 @@ class SoftMachine:
 
     def close(self) -> None:
         """End everything, and hold it to having left nothing."""
-        for gate in self._gates:
-            gate.close()
         for executor in self._executors:
             executor.shutdown()
         close_all(self._children)

@@ -116,8 +116,10 @@ class RawWorker(Worker):
         wait_at(gate)
         return "passed"
 
-    def hold_device(self, gate: str) -> None:
-        """Keep a device call running in a thread until the gate is opened: a driver lock waits for it."""
+    def hold_device(self, rank: int, gate: str) -> None:
+        """Keep a device call of this rank running until the gate is opened: a driver lock waits for it."""
+        if rank != self.context.rank:
+            return
         inside = threading.Event()
 
         def work() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint_executor.config import Deadlines
-from checkpoint_executor.coordinator import OWN_STAGES, VLLM_STAGES, Phase, StageLists
+from checkpoint_executor.coordinator import OWN_STAGES, VLLM_STAGES, Coordinator, Phase, StageLists
 from checkpoint_executor.driver_states import ProcessState
 from checkpoint_executor.messages import (
     HELPER,
@@ -49,6 +49,9 @@ WORKER_SLEEP, WORKER_WAKE = DeadlineClass.WORKER_SLEEP, DeadlineClass.WORKER_WAK
 NOT_READY = ErrorInfo("driver", "CUDA_ERROR_NOT_READY (600)", code=600, code_name="CUDA_ERROR_NOT_READY")
 NO_ROOM = ErrorInfo("refused", "1 GiB is missing on gpu-0", missing_bytes=1 << 30, device="gpu-0")
 BOOM = ErrorInfo("exception", "ValueError: boom", error_type="ValueError")
+
+EVERYTHING = frozenset(ALL_TAGS)
+ONLY_WEIGHTS, ONLY_KV_CACHE = frozenset({WEIGHTS}), frozenset({KV_CACHE})
 
 BOTH_DOORS = pytest.mark.parametrize("stages", [OWN_STAGES, VLLM_STAGES], ids=["own", "vllm"])
 
@@ -102,9 +105,14 @@ def test_a_start_waits_for_every_process_then_builds_then_registers(make: Make) 
 
 def test_under_vllm_the_workers_run_already_and_only_the_helper_connects(make: Make) -> None:
     m = make(stages=VLLM_STAGES)
-    m.start()
+    assert m.start() == [ArmDeadline(1, 0, DeadlineClass.START)]
     assert m.state.pending == {HELPER}
-    assert m.finish() == [to_helper(1, 1, "register"), DisarmDeadline(), Answer(m.request)]
+    assert m.finish() == [
+        to_workers(1, 1, "introduce"),
+        to_helper(1, 2, "register"),
+        DisarmDeadline(),
+        Answer(m.request),
+    ]
 
 
 def test_one_deadline_covers_the_whole_start(make: Make) -> None:
@@ -128,7 +136,7 @@ def test_a_failed_start_kills_what_had_been_started(make: Make) -> None:
 
 def test_requests_before_the_start_are_refused(make: Make) -> None:
     m = make()
-    for ask in (m.sleep, m.wake, m.release, m.rpc):
+    for ask in m.asks:
         (refuse,) = ask()
         assert isinstance(refuse, Refuse)
         assert refuse.refusal is Refusal.BUSY
@@ -157,7 +165,7 @@ def test_a_sleep_goes_down_stage_by_stage(make: Make) -> None:
         Answer(m.request),
     ]
     assert m.phase is Phase.CHECKPOINTED
-    assert m.state.sleeping == {WEIGHTS, KV_CACHE}
+    assert m.state.sleeping == EVERYTHING
 
 
 def test_a_wake_is_the_mirror_image(make: Make) -> None:
@@ -261,13 +269,11 @@ def test_level_0_of_a_sleeping_executor_pauses_without_waking_it(make: Make) -> 
     assert (m.phase, m.state.paused) == (Phase.CHECKPOINTED, True)
 
 
-@pytest.mark.parametrize("place", [Machine, Machine.awake, Machine.asleep, Machine.locking])
+@pytest.mark.parametrize("place", [Machine.new, Machine.awake, Machine.asleep, Machine.locking])
 def test_level_2_is_rejected_when_requested_before_anything_is_touched(
-    make: Make, place: Callable[[Machine], object]
+    make: Make, place: Callable[[Machine], Machine]
 ) -> None:
-    m = make()
-    if place is not Machine:
-        place(m)
+    m = place(make())
     before = m.state
     assert m.sleep(2) == [
         Refuse(
@@ -301,7 +307,7 @@ def test_sleep_is_a_no_op_while_weights_sleep(make: Make) -> None:
     m = make().asleep()
     m.wake(KV_CACHE)
     m.finish()
-    assert (m.phase, m.state.sleeping) == (Phase.AWAKE, {WEIGHTS})
+    assert (m.phase, m.state.sleeping) == (Phase.AWAKE, ONLY_WEIGHTS)
     assert m.sleep() == [
         Answer(
             m.request,
@@ -315,11 +321,11 @@ def test_sleep_after_the_weights_woke_runs_a_full_cycle(make: Make) -> None:
     m = make().asleep()
     m.wake(WEIGHTS)
     m.finish()
-    assert m.state.sleeping == {KV_CACHE}
+    assert m.state.sleeping == ONLY_KV_CACHE
     assert m.sleep() == [ArmDeadline(4, 0, DRIVER), to_helper(4, 0, "measure_awake", (WEIGHTS,))]
     assert to_workers(4, 1, "sleep_allocator", (WEIGHTS,)) in m.finish()
     assert m.phase is Phase.CHECKPOINTED
-    assert m.state.sleeping == {WEIGHTS, KV_CACHE}
+    assert m.state.sleeping == EVERYTHING
 
 
 # -- waking by tag -----------------------------------------------------------------------------------
@@ -331,7 +337,7 @@ def test_first_partial_wake_restores_the_whole_process(make: Make, tag: str, lef
     instructions = [*m.wake(tag), *m.finish()]
     assert sent(instructions) == [stage.name for stage in OWN_STAGES.up]
     assert to_workers(3, 6, "wake_allocator", (tag,), restoring=True) in instructions
-    assert (m.phase, m.state.sleeping) == (Phase.AWAKE, {left})
+    assert (m.phase, m.state.sleeping) == (Phase.AWAKE, frozenset({left}))
 
 
 def test_a_second_partial_wake_only_wakes_memory(make: Make) -> None:
@@ -354,7 +360,8 @@ def test_a_second_partial_wake_only_wakes_memory(make: Make) -> None:
 def test_it_is_sleeping_until_all_tags_are_awake(make: Make) -> None:
     m = make().awake()
     seen = [m.state.is_sleeping]
-    for ask in (m.sleep, lambda: m.wake(KV_CACHE), lambda: m.wake(WEIGHTS)):
+    asks: list[Callable[[], object]] = [m.sleep, lambda: m.wake(KV_CACHE), lambda: m.wake(WEIGHTS)]
+    for ask in asks:
         ask()
         m.finish()
         seen.append(m.state.is_sleeping)
@@ -398,7 +405,7 @@ def test_duplicate_tags_count_once(make: Make) -> None:
     m = make().asleep()
     m.wake(WEIGHTS, WEIGHTS)
     assert m.finish()[-1] == Answer(m.request)
-    assert m.state.sleeping == {KV_CACHE}
+    assert m.state.sleeping == ONLY_KV_CACHE
     assert m.wake(WEIGHTS, WEIGHTS) == [
         Answer(m.request, performed=False, warnings=("tag 'weights' is already awake",))
     ]
@@ -467,7 +474,7 @@ def test_release_discards_the_kv_cache_and_keeps_the_processes(make: Make) -> No
         DisarmDeadline(),
         Answer(m.request),
     ]
-    assert (m.phase, m.state.sleeping, m.state.paused) == (Phase.AWAKE, {KV_CACHE}, True)
+    assert (m.phase, m.state.sleeping, m.state.paused) == (Phase.AWAKE, ONLY_KV_CACHE, True)
 
 
 def test_release_is_rejected_on_repeat(make: Make) -> None:
@@ -558,7 +565,7 @@ def test_nothing_else_begins_while_a_call_runs(make: Make) -> None:
     m = make().awake()
     m.rpc()
     m.rpc_reply(m.request, 0)
-    for ask in (m.sleep, lambda: m.sleep(0), m.wake, m.release, m.rpc):
+    for ask in m.asks:
         assert ask() == [
             Refuse(
                 m.request,
@@ -599,7 +606,7 @@ def test_abandoning_twice_or_what_does_not_run_means_nothing(make: Make) -> None
 def test_control_calls_are_serialised(make: Make) -> None:
     m = make().locking()
     before = m.state
-    for ask in (m.sleep, lambda: m.sleep(0), m.wake, m.release, m.rpc):
+    for ask in m.asks:
         assert ask() == [
             Refuse(
                 m.request,
@@ -762,7 +769,7 @@ def test_an_undo_wakes_only_what_the_sleep_had_put_to_sleep(make: Make) -> None:
     m.reply(0, NOT_READY, RUNNING)
     m.reply(1, NOT_READY, RUNNING)
     assert to_workers(4, 4, "wake_allocator", (WEIGHTS,)) in m.finish()
-    assert (m.state.sleeping, m.state.paused) == ({KV_CACHE}, True)
+    assert (m.state.sleeping, m.state.paused) == (ONLY_KV_CACHE, True)
 
 
 def test_under_vllm_an_undone_sleep_stays_an_ordinary_sleep_until_wake_up(make: Make) -> None:
@@ -773,9 +780,13 @@ def test_under_vllm_an_undone_sleep_stays_an_ordinary_sleep_until_wake_up(make: 
     assert isinstance(refuse, Refuse)
     assert refuse.refusal is Refusal.UNDONE
     assert "in ordinary level-1 sleep, and its scheduler is paused: call wake_up()" in refuse.message
-    assert (m.phase, m.state.sleeping) == (Phase.AWAKE, {WEIGHTS, KV_CACHE})
+    assert (m.phase, m.state.sleeping) == (Phase.AWAKE, EVERYTHING)
     assert sent([*m.wake(), *m.finish()]) == ["admit_wake", "worker_wake", "measure_woken"]
     assert not m.state.is_sleeping
+
+
+def test_undo_is_the_default() -> None:
+    assert Coordinator(1).undo_before_checkpoint
 
 
 def test_without_undo_a_failed_lock_kills(make: Make) -> None:
@@ -911,8 +922,10 @@ def test_after_a_fatal_error_every_call_fails_and_nothing_is_retried(make: Make)
     m = make().asleep()
     m.exit(0, -9)
     before = m.state
-    for ask in (m.sleep, lambda: m.sleep(0), lambda: m.sleep(2), m.wake, lambda: m.wake("bogus"), m.release, m.rpc):
+    for ask in m.asks:
         assert ask() == [Fail(m.request)]
+    assert m.sleep(2) == [Fail(m.request)]
+    assert m.wake("bogus") == [Fail(m.request)]
     assert m.shutdown() == [Answer(m.request, performed=False)]
     assert m.exit(1, -9) == [Ignored("expected after SIGKILL")]
     assert m.state == before
@@ -942,7 +955,7 @@ def test_a_restore_that_would_not_fit_is_refused_before_any_rank_is_touched(make
             stage="admit_wake",
         ),
     ]
-    assert (m.phase, m.state.sleeping) == (Phase.CHECKPOINTED, {WEIGHTS, KV_CACHE})
+    assert (m.phase, m.state.sleeping) == (Phase.CHECKPOINTED, EVERYTHING)
 
 
 def test_a_refused_wake_can_be_tried_again(make: Make) -> None:
@@ -962,7 +975,7 @@ def test_a_refused_second_partial_wake_leaves_the_processes_running(make: Make) 
     m.wake(KV_CACHE)
     m.reply(0)
     m.reply(1, NO_ROOM)
-    assert (m.phase, m.state.sleeping) == (Phase.AWAKE, {KV_CACHE})
+    assert (m.phase, m.state.sleeping) == (Phase.AWAKE, ONLY_KV_CACHE)
 
 
 # -- shutdown ----------------------------------------------------------------------------------------
@@ -1038,7 +1051,7 @@ def test_a_process_that_exits_twice_is_counted_once(make: Make) -> None:
 def test_after_shutdown_every_call_is_refused(make: Make) -> None:
     m = make().asleep()
     m.shutdown()
-    for ask in (m.sleep, m.wake, m.release, m.rpc):
+    for ask in m.asks:
         assert ask() == [Refuse(m.request, Refusal.CLOSED, "the executor was shut down; build a new one")]
 
 

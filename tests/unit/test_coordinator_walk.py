@@ -44,6 +44,8 @@ from checkpoint_executor.messages import (
     Instruction,
     Proceed,
     ProcessExited,
+    Refusal,
+    Refuse,
     Replied,
     RpcRequested,
     Send,
@@ -333,6 +335,27 @@ class ActsOnAnUnknownTag(Coordinator):
         return super()._requested(s, event)
 
 
+class SleepsAtLevel2(Coordinator):
+    def _requested(self, s: State, event: Any) -> Step:
+        if isinstance(event, SleepRequested) and event.level == 2 and s.phase is Phase.AWAKE and s.rpc is None:
+            event = SleepRequested(event.request)
+        return super()._requested(s, event)
+
+
+class SaysBusyToAnUnknownTag(Coordinator):
+    def _requested(self, s: State, event: Any) -> Step:
+        after, instructions = super()._requested(s, event)
+        if s.operation and isinstance(event, WakeRequested) and event.tags == ("bogus",):
+            return after, [Refuse(event.request, Refusal.BUSY, "wait")]
+        return after, instructions
+
+
+class ClaimsANoOp(Coordinator):
+    def _sleep(self, s: State, request: int, level: int) -> Step:
+        after, instructions = super()._sleep(s, request, level)
+        return after, [replace(i, performed=False) if isinstance(i, Answer) else i for i in instructions]
+
+
 class CallsWhileCheckpointed(Coordinator):
     def _rpc(self, s: State, request: int, execution: bool) -> Step:
         if s.phase is Phase.CHECKPOINTED and not execution:
@@ -405,6 +428,9 @@ class TakesARefusedWakeForAWake(Coordinator):
         (ResumesAfterAPartialWake, "tags_change_at_the_end"),
         (ChangesSomethingAndRefuses, "a_refused_request_changes_nothing"),
         (ActsOnAnUnknownTag, "an_event_without_effect_says_so"),
+        (SleepsAtLevel2, "what_can_never_be_right_changes_nothing"),
+        (SaysBusyToAnUnknownTag, "a_refusal_has_its_reason"),
+        (ClaimsANoOp, "a_no_op_changes_nothing"),
         (CallsWhileCheckpointed, "no_call_while_checkpointed_or_busy"),
         (CallsDuringAnOperation, "no_call_while_checkpointed_or_busy"),
         (ExecutesWhilePaused, "no_execution_while_asleep_or_paused"),
@@ -413,7 +439,7 @@ class TakesARefusedWakeForAWake(Coordinator):
         (ForgetsAnAbandonedCall, "a_call_ends_with_its_last_rank"),
         (TakesARefusedWakeForAWake, "an_operation_ends_where_it_should"),
     ],
-    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+    ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )
 def test_the_walk_catches_a_broken_coordinator(machine: type[Coordinator], rule: str) -> None:
     with pytest.raises(InvariantError) as caught:
