@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -48,12 +49,17 @@ def die_with_parent(spec: ChildSpec, on_death: Callable[[], None] | None = None)
     a clean-up would call CUDA, which never returns in a checkpointed process. Pass nothing and poll the pidfd
     yourself where a loop exists anyway.
     """
-    # Fires when the thread that spawned us ends, however it ends, and needs no cooperation from this process.
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if spec.role is Role.WORKER else 0, 0, 0, 0)
+    # Fires when the thread that spawned us ends, however it ends, and needs no cooperation from this process. A helper
+    # that is stopped has to go on, and clean up; the kernel's own way with stopped orphans would be SIGHUP.
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if spec.role is Role.WORKER else signal.SIGCONT, 0, 0, 0)
+    if spec.role is Role.HELPER:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         descriptor = procfs.open_pidfd(spec.parent_pid, spec.parent_start_time)
     except ProcessLookupError:
-        os._exit(1)  # the parent died while we were starting: nobody is left to tell
+        # The parent died while we were starting: nobody is left to tell, and perhaps nobody else to clean up.
+        shutil.rmtree(spec.runtime_dir, ignore_errors=True)
+        os._exit(1)
     if on_death is not None:
 
         def watch() -> None:

@@ -262,7 +262,11 @@ def _mib(size_bytes: int) -> str:
 
 
 def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1000:.2f}"
+    if seconds is None:
+        return "-"
+    milliseconds = seconds * 1000
+    # As many decimals as three digits leave room for.
+    return f"{milliseconds:.{2 if milliseconds < 100 else 1 if milliseconds < 1000 else 0}f}"
 
 
 # -- arguments -----------------------------------------------------------------------------------

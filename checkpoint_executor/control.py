@@ -205,7 +205,7 @@ class Control:
         self._exited: set[int] = set()
         self._deadline: tuple[float, ArmDeadline, float] | None = None
         self._recorder = _Recorder(config.tensor_parallel_size)
-        #: By rank, what a wake takes, bytes: of each tag, and of the communicator (``suspendable``).
+        #: By rank, what a wake takes, bytes: of a tag (``device_weights``), of the communicator (``suspendable``).
         self._bytes_by_name: dict[int, dict[str, int]] = {}
         self._devices: dict[int, str] = {}
         self._fatal: FatalError | None = None
@@ -403,10 +403,7 @@ class Control:
                 self._devices[reply.rank] = reply.device or ""
                 self.execution_methods |= frozenset(reply.execution_methods)
             case "sleep_allocator" | "release_kv_cache" | "suspend_communicators" | "worker_sleep" | "worker_discard":
-                # A tag that slept before counts 0 here; what waking it takes was said when it fell asleep.
-                asleep = self._coordinator.state.sleeping
-                given_back = {name: size for name, size in reply.figures.items() if name not in asleep}
-                self._bytes_by_name.setdefault(reply.rank, {}).update(given_back)
+                self._bytes_by_name.setdefault(reply.rank, {}).update(reply.figures)
 
     def _on_exit(self, child: WatchedProcess) -> None:
         status = child.poll_exit()
@@ -472,7 +469,8 @@ class Control:
             pass  # it is dying: its pidfd says so in this turn or the next, and the deadline holds otherwise
 
     def _needed_bytes(self, send: Send) -> tuple[int, ...]:
-        names = (*send.tags, "suspendable") if send.restoring else send.tags
+        tags = [f"device_{tag}" for tag in send.tags]
+        names = [*tags, "suspendable"] if send.restoring else tags
         return tuple(sum(self._bytes_by_name.get(rank, {}).get(name, 0) for name in names) for rank in send.ranks)
 
     def _targets(self) -> tuple[Target, ...]:
@@ -559,8 +557,9 @@ class Control:
         if cause.starting:
             kind = StartError
             what = f"the executor could not start: {what}"
+        rank = child.rank if child else cause.rank
         facts: dict[str, Any] = {
-            "rank": child.rank if child and child.role is Role.WORKER else cause.rank,
+            "rank": None if rank == HELPER else rank,
             "pid": child.pid if child else None,
             "role": str(child.role) if child else cause.role,
             "stage": cause.stage,

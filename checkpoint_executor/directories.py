@@ -28,7 +28,8 @@ def user_directory(base: str | None = None) -> Path:
     Raises:
         ConfigError: it exists and is not ours, or is open to others.
     """
-    path = Path(base or tempfile.gettempdir()) / f"checkpoint-executor-{os.getuid()}"
+    # Absolute, because the caller may change folders before it is removed.
+    path = Path(base or tempfile.gettempdir()).absolute() / f"checkpoint-executor-{os.getuid()}"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.lstat()

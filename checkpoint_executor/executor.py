@@ -89,6 +89,8 @@ class CUDACheckpointExecutor:
         self.device_kind = detect_device_kind() if self.config.device == "auto" else self.config.device
         for warning in configuration.validate(self.config, os.environ, self.device_kind):
             warnings.warn(warning, stacklevel=2)
+        if self.device_kind == "soft":
+            self.config = msgspec.structs.replace(self.config, soft_root=resolve_soft_root(self.config.soft_root))
         try:
             frames = self._dump(worker, worker_args, worker_kwargs)
         except ValueError as error:
@@ -328,6 +330,21 @@ def detect_device_kind() -> str:
     return "cuda" if any(Path("/dev").glob("nvidia[0-9]*")) else "soft"
 
 
+def resolve_soft_root(given: str | None) -> str:
+    """Where the software devices are; absolute, since the caller may change folders.
+
+    Raises:
+        ConfigError: the default folder cannot be used.
+    """
+    if given is not None:
+        return os.path.abspath(given)
+    try:
+        return os.path.abspath(softgpu.default_root())
+    except OSError as error:
+        message = f"{error}. Nothing was started"
+        raise ConfigError(message, problems=(message,)) from error
+
+
 def _encode_spec(spec: ChildSpec) -> str:
     return msgspec.json.encode(spec).decode()
 
@@ -371,7 +388,7 @@ class _OwnWorkers:
             communication=self._config.communication,
             retain_backup=self._config.retain_backup,
             max_payload_bytes=self._config.max_payload_bytes,
-            soft_root=self._config.soft_root or str(softgpu.default_root()),
+            soft_root=self._config.soft_root or "",
             soft_capacity_bytes=self._config.soft_capacity_bytes,
             locks_dir=str(directories.locks_directory()),
             helper_pid=helper_pid,

@@ -156,7 +156,7 @@ class CudaDriver:
             raise DriverError(name, DriverCode.UNKNOWN, detail=f"answered something unknown: {error}") from error
         except (RuntimeError, OSError) as error:
             # The bindings raise these when libcuda is not there, or lacks the function (driver before 570).
-            raise DriverError(name, DriverCode.NOT_SUPPORTED, "FUNCTION_NOT_FOUND", str(error)) from error
+            raise DriverError(name, DriverCode.UNKNOWN, "NO_DRIVER_FUNCTION", str(error)) from error
         if int(code) != 0:
             raise DriverError(name, int(code), getattr(code, "name", None))
         return results[0] if results else None

@@ -109,6 +109,8 @@ class HelperService:
                         self._begin(message)
                     case Exit():
                         channel.close()
+                        # Now, not only in the parent: it may be killed before it gets there.
+                        shutil.rmtree(self._spec.runtime_dir, ignore_errors=True)
                         os._exit(0)  # lanes may be inside the driver; there is nothing to clean up
                     case _:
                         print(f"checkpoint-executor helper: unexpected {message!r}", file=sys.stderr)  # noqa: T201

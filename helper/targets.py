@@ -30,6 +30,7 @@ class HeldTarget:
             raise PermissionError(f"{target.pid} is a thread id, not a process")
         if procfs.owner_uid(target.pid) != os.getuid():
             raise PermissionError(f"process {target.pid} belongs to uid {procfs.owner_uid(target.pid)}, not to us")
+        self._leads_group = os.getpgid(target.pid) == target.pid
         #: Device bytes the driver gave back when it checkpointed the process: what its restore will take.
         self.checkpointed_bytes = 0
 
@@ -38,6 +39,12 @@ class HeldTarget:
         return procfs.is_stopped(self.target.pid)
 
     def kill(self) -> None:
+        """SIGKILL the process, and what it started if it leads a group of its own (our workers do)."""
+        if self._leads_group:
+            try:
+                os.killpg(self.target.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # gone, group and all
         try:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         except ProcessLookupError:

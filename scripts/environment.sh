@@ -41,7 +41,7 @@ pip_install() {
 
 # make_environment EXTRAS: have the project in the environment, editable, with these extras.
 make_environment() {
-    local extras=$1 stamp wanted
+    local extras=$1 stamp wanted constraints
     stamp=$venv/.checkpoint-executor-$extras
     wanted=$(fingerprint "$extras")
     if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
@@ -61,7 +61,8 @@ make_environment() {
     pip_install --constraint constraints.txt pip setuptools
     install_torch
     # Without build isolation, so that the build tools too are the ones of constraints.txt.
-    pip_install --no-build-isolation --constraint "$(constraints_beside_torch)" --editable ".[$extras]"
+    constraints=$(constraints_beside_torch)
+    pip_install --no-build-isolation --constraint "$constraints" --editable ".[$extras]"
     printf '%s\n' "$wanted" >"$stamp"
 }
 
@@ -97,7 +98,8 @@ END
 
 # constraints.txt, with the torch that is installed in place of the pinned one.
 constraints_beside_torch() {
-    local file=$venv/constraints.txt
-    { grep -v '^torch==' constraints.txt; in_venv -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))'; } >"$file"
+    local file=$venv/constraints.txt torch
+    torch=$(in_venv -c 'import importlib.metadata as m; print(m.version("torch"))')
+    { grep -v '^torch==' constraints.txt; printf 'torch==%s\n' "$torch"; } >"$file"
     printf '%s\n' "$file"
 }

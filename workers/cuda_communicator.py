@@ -202,6 +202,9 @@ class CudaCommunicator:
                 raise RuntimeError(
                     f"the communicator is broken: {wrong} of {elements} sums over {size} ranks are wrong"
                 )
+        del numbers, canary, expected
+        # What torch keeps of them would stand in the way of the memory that wakes next.
+        torch.cuda.empty_cache()
 
     def memory_bytes(self) -> dict[str, int]:
         """``suspendable`` and ``persistent`` device bytes, by NCCL's statistics; zeros in *socket*, which has none."""

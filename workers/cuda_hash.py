@@ -4,10 +4,10 @@ Knows the hash and how to run it. Does not know what is hashed or what follows f
 
 The hash has two lanes of 64 bits. Memory is cut into blocks of 32 bytes; each lane passes the four words of a block,
 keyed with the block's position, through a chain of bijective rounds (lane 1 in the opposite order) and adds the
-result up modulo 2**64. So a change within one block always changes both lanes, since every step of the chain is a
-bijection of the word that enters it; changes in several blocks cancel out in both lanes with probability 2**-128, as
-far as the rounds are random. Addition commutes, so the order in which blocks finish does not matter. It guards
-against accidents (an optimiser step, a swap of two tensors), not against someone who builds a collision.
+result up modulo 2**64. So a change of one word always changes both lanes, since every step of the chain is a bijection
+of the word that enters it; changes of several words cancel out in both lanes with probability 2**-128, as far as the
+rounds are random. Addition commutes, so the order in which blocks finish does not matter. It guards against accidents
+(an optimiser step, a swap of two tensors), not against someone who builds a collision.
 
 Why NVRTC: torch's operations would read the memory several times and need scratch of its size, Triton may be absent,
 and a C++ extension is ruled out. NVRTC comes with torch. Without it nothing is proven, so everything is copied.
@@ -32,7 +32,7 @@ __all__ = ["GpuHasher", "Hasher", "compile_cubin", "kernel_source", "open_hasher
 
 _log = logging.getLogger(__name__)
 
-#: Odd numbers without structure: the first digits of pi, e and others as the hash literature uses them.
+#: The golden ratio, and odd multipliers of well-tested mixers: SplitMix64, MurmurHash3, wyhash and rrmxmx.
 _KEY = 0x9E3779B97F4A7C15
 _ROUNDS = (
     (

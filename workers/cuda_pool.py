@@ -252,14 +252,14 @@ class _OpenPool:
     """A MemPool that the current thread allocates from, and can leave and enter again."""
 
     def __init__(self, pool: Any, device: int) -> None:
-        self._pool = pool
+        self.pool = pool
         self._device = device
         self._routing: Any = None
 
     def enter(self) -> None:
         import torch
 
-        self._routing = torch.cuda.use_mem_pool(self._pool, device=self._device)
+        self._routing = torch.cuda.use_mem_pool(self.pool, device=self._device)
         self._routing.__enter__()
 
     def leave(self) -> None:
@@ -274,6 +274,38 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+
+
+class _Closed:
+    """MemPools whose use has ended, until none is open in any thread.
+
+    torch lets go of a MemPool's unused segments when its object dies, and ends the process if any thread routes its
+    allocations to a pool at that moment (seen with torch 2.11: "captures_underway.empty() INTERNAL ASSERT FAILED" in
+    ``MemPool::~MemPool``).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._waiting: list[Any] = []
+
+    def opening(self) -> None:
+        with self._lock:
+            self._open += 1
+
+    def closed(self, pool: _OpenPool | None) -> None:
+        """Takes the MemPool out of ``pool``: the last reference must go in here."""
+        with self._lock:
+            self._open -= 1
+            if pool is not None:
+                self._waiting.append(pool.pool)
+                pool.pool = None
+            if self._open == 0:
+                # Here and not after the lock: an opening must not come between the look and the destructors.
+                self._waiting.clear()
+
+
+_closed = _Closed()
 
 
 class TorchPool:
@@ -300,17 +332,21 @@ class TorchPool:
         """
         import torch
 
-        pool = _OpenPool(torch.cuda.MemPool(self._allocator), self._device)
         # torch routes to the pool that was opened first, so an inner one has to close the outer one meanwhile.
         outer = _thread.open[-1] if _thread.open else None
-        if outer:
-            outer.leave()
-        pool.enter()
-        _thread.open.append(pool)
+        pool: _OpenPool | None = None
+        _closed.opening()
         try:
-            yield
-        finally:
-            _thread.open.pop().leave()
-            del pool
+            pool = _OpenPool(torch.cuda.MemPool(self._allocator), self._device)
             if outer:
-                outer.enter()
+                outer.leave()
+            pool.enter()
+            _thread.open.append(pool)
+            try:
+                yield
+            finally:
+                _thread.open.pop().leave()
+                if outer:
+                    outer.enter()
+        finally:
+            _closed.closed(pool)

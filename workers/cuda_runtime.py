@@ -6,7 +6,6 @@ stages or of the parent.
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -150,7 +149,6 @@ class CudaRuntime:
         Returns:
             ``torch_cache``: bytes given back.
         """
-        gc.collect()
         before = torch.cuda.memory_reserved(self._context.ordinal)
         # Blocks of captured graphs are in private pools, which this leaves alone for as long as the graph lives.
         torch.cuda.empty_cache()

@@ -195,6 +195,13 @@ class DeviceRuntime(Protocol):
         """Held while a worker's method runs, so that eager work is seen by the driver's lock. May nest."""
         ...
 
+    def prepare_backup(self) -> Mapping[str, int]:
+        """Get the host memory of the weights' backup now, so that the first sleep is as fast as the others.
+
+        Returns bytes by name.
+        """
+        ...
+
     def synchronize(self) -> None:
         """Wait until all submitted work is done."""
         ...

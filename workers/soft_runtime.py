@@ -111,6 +111,10 @@ class SoftRuntime:
         """Hold the device while working on its memory. Waits while the driver holds the process. May nest."""
         return self._process.call()
 
+    def prepare_backup(self) -> Mapping[str, int]:
+        """Nothing to do: host memory of the backup costs what it costs, whenever it is touched."""
+        return {}
+
     def synchronize(self) -> None:
         """All work is done when the call that started it returns; waits while the driver holds the process."""
         with self._process.call():

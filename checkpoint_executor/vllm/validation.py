@@ -147,8 +147,8 @@ def _check_outside_memory(verdict: Verdict, config: Any) -> None:
     if ipc != "direct_rpc":
         verdict.problems.append(f"mm_tensor_ipc={ipc!r}: shares memory with the front end; must be 'direct_rpc'")
     load = getattr(config, "load_config", None)
-    if str(getattr(load, "load_format", "")) in ("ipc", "weight_cache", "ipc_weight_cache"):
-        verdict.problems.append(f"load_format={load.load_format!r}: weights of another process; not supported")
+    if str(getattr(load, "load_format", "")) in ("ipc_cache", "modelexpress"):
+        verdict.problems.append(f"load_format={load.load_format!r}: weights come from another process by CUDA IPC or RDMA; not supported")
     profiler = getattr(getattr(config, "profiler_config", None), "profiler", None)
     if profiler is not None:
         verdict.warnings.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,13 @@ def two_gpus(gpus: list[str]) -> list[str]:
 def start_ranks() -> Iterator[Callable[..., CudaRankGroup]]:
     """Starts rank processes that are killed and reaped when the test ends, however it ends."""
     with ExitStack() as groups:
-        yield lambda gpus, **options: groups.enter_context(CudaRankGroup(gpus, **options))
+
+        def start(gpus: list[str], **options: Any) -> CudaRankGroup:
+            group = CudaRankGroup(gpus, **options)
+            groups.enter_context(group)
+            return group
+
+        yield start
 
 
 @pytest.fixture

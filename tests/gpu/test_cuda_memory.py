@@ -50,7 +50,7 @@ def test_sleep_gives_the_memory_to_others_and_tag_bytes_says_how_much(opened: Cu
     gained = opened.one(scenarios.free_device_bytes) - before
     assert gained >= 2 * sum(SIZES)
     opened.one(scenarios.wake, ALL)
-    assert abs(opened.one(scenarios.free_device_bytes) - before) <= 4 * MIB
+    assert opened.one(scenarios.free_device_bytes) >= before - 4 * MIB
 
 
 def test_weights_updated_after_a_partial_wake_come_back_updated(opened: CudaRankGroup) -> None:

@@ -75,7 +75,9 @@ def test_a_report_names_every_stage_in_order_with_each_ranks_time(executor: CUDA
         assert sum(stage.wall_s for stage in report.stages) <= report.wall_s
     assert executor.last_report == up
     slept = next(stage for stage in down.stages if stage.name == "sleep_allocator")
-    assert slept.figures == ({"weights": WEIGHTS_BYTES, "kv_cache": KV_CACHE_BYTES, "copied": WEIGHTS_BYTES},) * RANKS
+    expected = {"weights": WEIGHTS_BYTES, "kv_cache": KV_CACHE_BYTES, "copied": WEIGHTS_BYTES}
+    expected |= {"device_weights": WEIGHTS_BYTES, "device_kv_cache": KV_CACHE_BYTES}
+    assert slept.figures == (expected,) * RANKS
 
 
 def test_weights_keep_their_bytes_and_addresses(executor: CUDACheckpointExecutor) -> None:

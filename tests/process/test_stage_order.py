@@ -63,11 +63,12 @@ def test_no_rank_is_unlocked_before_all_are_restored(machine: SoftMachine, held:
 
 
 def test_no_rank_is_locked_before_all_workspaces_are_prepared(machine: SoftMachine, gate: Gate) -> None:
-    waits = {"waits": "second.checkpoint_prepare (suspended)", "gate": gate.path}
-    faults = (inject_worker(Fault.SLOW, 1, "prepare_workspaces", delay_s=DELAY_S),)
-    executor = machine.make(HookWorker, ranks=RANKS, worker_kwargs=waits, faults=faults)
+    waits = {"waits": "second.checkpoint_prepare", "gate": gate.path, "on_rank": 1}
+    executor = machine.make(HookWorker, ranks=RANKS, worker_kwargs=waits)
     call = in_thread(executor.sleep)
-    gate.wait_reached(RANKS)
+    gate.wait_reached()
+    for _ in range(50):
+        assert state_of(executor, 0) is ProcessState.RUNNING
     gate.open()
     call.result(DEADLINE_S)
 

@@ -12,6 +12,7 @@ import select
 import shutil
 import socket
 import struct
+import subprocess
 import sys
 import tempfile
 import threading
@@ -27,7 +28,7 @@ from msgspec import Struct
 from checkpoint_executor import CUDACheckpointExecutor, FatalError, procfs
 from checkpoint_executor.driver_states import ProcessState
 from checkpoint_executor.faults import Fault, Injection
-from checkpoint_executor.messages import HELPER, Role
+from checkpoint_executor.messages import Role
 from checkpoint_executor.softgpu import CONTEXT_BYTES, RemoteProcess, SoftGpu, device_name
 from tests.support.executor_workers import RawWorker
 from tests.support.targets import ChildProcess, close_all
@@ -108,6 +109,10 @@ class Gate:
             size = struct.calcsize("3i")
             pids.append(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[0])
         return pids
+
+    def assert_unreached(self) -> None:
+        """Nobody is here, or on the way."""
+        assert select.select([self._listener], [], [], 0)[0] == []
 
     def open(self) -> None:
         """Let everybody through who has come."""
@@ -432,8 +437,6 @@ def run_script(
     path: Path, *arguments: str, cwd: Path | None = None, timeout_s: float = DEADLINE_S
 ) -> tuple[int, str, str]:
     """Run a Python script as a user would. Exit status, stdout, stderr."""
-    import subprocess
-
     done = subprocess.run(
         [sys.executable, str(path), *arguments],
         cwd=cwd or path.parent,
@@ -445,5 +448,3 @@ def run_script(
     )
     return done.returncode, done.stdout, done.stderr
 
-
-_ = HELPER

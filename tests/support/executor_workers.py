@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import os
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -130,6 +131,11 @@ class RawWorker(Worker):
         threading.Thread(target=work, daemon=True).start()
         inside.wait()
 
+    def start_a_process(self) -> int:
+        """Start a program that never ends; its pid."""
+        self.program = subprocess.Popen(["sleep", "infinity"])
+        return self.program.pid
+
     def hold_the_gil(self, gate: str) -> None:
         """Announce itself at the gate, then keep the GIL for ever, as a CUDA call may."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -152,11 +158,17 @@ class _Hook:
 
 
 class HookWorker(RawWorker):
-    """Notes every hook in order; ``fails`` names one that raises, ``waits`` one that waits at ``gate``."""
+    """Notes every hook in order; ``fails`` names one that raises, ``waits`` one that waits at ``gate``.
 
-    def __init__(self, context: WorkerContext, fails: str = "", waits: str = "", gate: str = "") -> None:
-        self._fails = fails
-        self._waits = waits
+    On one rank, or on all of them.
+    """
+
+    def __init__(
+        self, context: WorkerContext, fails: str = "", waits: str = "", gate: str = "", on_rank: int | None = None
+    ) -> None:
+        concerned = on_rank in (None, context.rank)
+        self._fails = fails if concerned else ""
+        self._waits = waits if concerned else ""
         self._gate = gate
         self.notes: list[str] = []
         super().__init__(context)

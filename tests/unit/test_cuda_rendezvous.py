@@ -33,11 +33,10 @@ def on_all(size: int, function: Callable[[int], T]) -> list[T]:
 
 
 def test_everybody_gets_everybodys_bytes_in_rank_order(groups: list[HostGroup]) -> None:
-    for round_number in range(3):
-        parts = on_all(3, lambda rank: groups[rank].exchange("words", f"{round_number}/{rank}".encode()))
-        assert [[part.data for part in mine] for mine in parts] == [
-            [f"{round_number}/{r}".encode() for r in range(3)]
-        ] * 3
+    for word in ("one", "two", "three"):
+        parts = on_all(3, lambda rank, word=word: groups[rank].exchange("words", f"{word} {rank}".encode()))  # type: ignore[misc]
+        expected = [f"{word} {rank}".encode() for rank in range(3)]
+        assert [[part.data for part in mine] for mine in parts] == [expected] * 3
 
 
 def test_descriptors_reach_the_others_and_leak_nothing(groups: list[HostGroup]) -> None:
