@@ -80,6 +80,10 @@ from checkpoint_executor.wire import Frame
 __all__ = ["Control", "OutgoingCall", "Request", "WorkerLink", "call_error"]
 
 
+#: So that a stream of messages cannot keep requests, deaths and deadlines waiting.
+_MESSAGES_A_TURN = 256
+
+
 class WorkerLink(Protocol):
     """How a front door reaches its workers: our own over the transport, vLLM's over vLLM's queues."""
 
@@ -308,10 +312,13 @@ class Control:
             os.eventfd_read(self._wake)
         while not self._inbox.empty():
             self._inbox.get()()
-        while not self._expired() and (received := self.transport.receive()) is not None:
+        for _ in range(_MESSAGES_A_TURN):
+            if self._expired() or (received := self.transport.receive()) is None:
+                break
             self._on_message(*received)
         for child in [child for child in self._children.values() if child.pidfd in ready]:
-            self._on_exit(child)
+            if child.pid not in self._exited:
+                self._on_exit(child)
         # Looked at in every turn, so that it holds against a stream of messages too.
         if self._expired() and self._deadline is not None:
             _, armed, _ = self._deadline
@@ -323,6 +330,10 @@ class Control:
     def _feed(self, event: Event) -> None:
         for instruction in self._coordinator.handle(event):
             self._perform(instruction)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tell the observer, before the caller has its answer and looks."""
         if self._on_change is not None:
             now = (self.phase, self.sleeping, self.paused, self.last_report)
             if now != self._told:
@@ -390,6 +401,12 @@ class Control:
         return stage.who is Who.WORKERS and sender == identity(Role.WORKER, reply.rank)
 
     def _on_stage_reply(self, reply: StageReply) -> None:
+        child = self._children.get(reply.rank)
+        if reply.error is not None and child is not None and child.poll_exit() is not None:
+            # Its death is the cause, the error only the consequence.
+            if child.pid not in self._exited:
+                self._on_exit(child)
+            return
         state = self._coordinator.state
         if (reply.cycle, reply.index) == (state.cycle, state.index):
             self._recorder.replied(reply)
@@ -425,8 +442,10 @@ class Control:
             case Answer():
                 self._answer(instruction)
             case Refuse(number):
+                self._tell()
                 self._requests.pop(number).future.set_exception(self._refusal(instruction))
             case Fail(number):
+                self._tell()
                 self._requests.pop(number).future.set_exception(self.ended())
             case Proceed(number):
                 self._link.send_call(self, self._requests[number])
@@ -499,6 +518,7 @@ class Control:
         )
         if answer.performed:
             self.last_report = report
+        self._tell()
         request.future.set_result(report)
 
     def _refusal(self, refuse: Refuse) -> RefusedError:

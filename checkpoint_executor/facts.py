@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from checkpoint_executor.messages import Target
+
 __all__ = [
     "CHECKPOINT_SYMBOLS",
     "NCCL_SUSPEND_SYMBOL",
@@ -16,6 +18,9 @@ __all__ = [
     "GpuFacts",
     "HostFacts",
     "LibraryFile",
+    "ProbeDriver",
+    "ProbeRequest",
+    "ProbeState",
     "ProcessFacts",
     "StateQuery",
 ]
@@ -79,7 +84,7 @@ class DriverFacts(Struct, frozen=True):
 
     Attributes:
         version: of the kernel module, e.g. ``"580.159"``. open_module: whether it is the open one.
-        cuda_version: what the user-mode driver offers, e.g. 13000.
+        description: of the driver as the helper opened it, for people.
         libcuda: the user-mode driver that a helper started from here loads; its ``symbols`` are those of
             :data:`CHECKPOINT_SYMBOLS` that it exports.
         problem: why the driver could not be opened, in its own words.
@@ -87,7 +92,7 @@ class DriverFacts(Struct, frozen=True):
 
     version: str | None = None
     open_module: bool | None = None
-    cuda_version: int | None = None
+    description: str = ""
     libcuda: LibraryFile | None = None
     problem: str | None = None
 
@@ -192,3 +197,31 @@ class Facts(Struct, frozen=True):
     ranks: int | None = None
     front_door: str | None = None
     longest_sleep_s: float | None = None
+
+
+# ------------------------------------------------------------------------------------------------
+# What ``helper/probe.py`` is asked, and its answers: one JSON line each
+# ------------------------------------------------------------------------------------------------
+
+
+class ProbeRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """Open the driver as a helper would, and ask it for the state of these processes."""
+
+    device_kind: str
+    soft_root: str
+    targets: tuple[Target, ...] = ()
+
+
+class ProbeDriver(Struct, frozen=True, tag="driver"):
+    """How the driver was opened. The first answer."""
+
+    helper: ProcessFacts
+    description: str = ""
+    problem: str | None = None
+
+
+class ProbeState(Struct, frozen=True, tag="state"):
+    """The driver's answer about a process."""
+
+    pid: int
+    query: StateQuery

@@ -36,6 +36,9 @@ __all__ = ["serve"]
 
 Job = Callable[[], None]
 
+#: How long a failed verb waits to see whether its target died, seconds.
+_DEATH_WAIT_S = 0.1
+
 _VERBS = {str(verb): verb for verb in Verb}
 
 
@@ -194,6 +197,9 @@ class HelperService:
                 print(f"checkpoint-executor helper: rank {rank}: {failure}, but it is running", file=sys.stderr)  # noqa: T201
             else:
                 error = error_info(failure)
+                if failure.code != DriverCode.NOT_READY:
+                    # If it died, the parent is to see that first: it is the cause, and this only the consequence.
+                    held.has_ended(_DEATH_WAIT_S)
         except Exception as failure:  # noqa: BLE001 - whatever it is, the parent must hear of it
             error = error_info(failure)
         self._reply(command, rank, watch.elapsed_s, error=error, before=before, after=after, fault=fault)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from select import POLLIN, poll
 
 from checkpoint_executor import procfs
 from checkpoint_executor.messages import Target
@@ -37,6 +38,12 @@ class HeldTarget:
     @property
     def is_stopped(self) -> bool:
         return procfs.is_stopped(self.target.pid)
+
+    def has_ended(self, wait_s: float) -> bool:
+        """Whether the process is dead. Waits a moment: a call on a dying process fails before it is a zombie."""
+        poller = poll()
+        poller.register(self.pidfd, POLLIN)
+        return bool(poller.poll(wait_s * 1000))
 
     def kill(self) -> None:
         """SIGKILL the process, and what it started if it leads a group of its own (our workers do)."""

@@ -257,7 +257,9 @@ class Killer:
             step = "train" if target == "trainer" else self._random.choice(STEPS)
             if target == "worker":
                 target = self._random.choice(self._workers)
-            self._planned.append((target, step, self._random.random()))
+            # The step ends with the last trainer, and it is the first that is killed.
+            part = self._random.random() * (0.7 if target == "trainer" else 1.0)
+            self._planned.append((target, step, part))
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
@@ -338,14 +340,18 @@ class Loop:
         if soft:
             given |= {"soft_root": str(self.soft_root), "soft_capacity_bytes": SOFT_CAPACITY_BYTES}
             given |= {"wake_margin_bytes": MIB}
-        shape: dict[str, Any] = {"hidden": 128} if soft else {"hidden": 1024, "intermediate": 4096, "layers": 8}
+        shape: dict[str, Any] = {} if soft else {"hidden": 1024, "intermediate": 4096, "layers": 8}
         ranks = self.ranks
 
         def make() -> CUDACheckpointExecutor:
             from checkpoint_executor import CUDACheckpointExecutor
-            from checkpoint_executor.workers.transformer import TransformerConfig
 
-            return CUDACheckpointExecutor(WORKER, ranks, worker_args=(TransformerConfig(**shape),), **given)
+            arguments: tuple[Any, ...] = ()
+            if shape:  # otherwise this process need not import torch
+                from checkpoint_executor.workers.transformer import TransformerConfig
+
+                arguments = (TransformerConfig(**shape),)
+            return CUDACheckpointExecutor(WORKER, ranks, worker_args=arguments, **given)
 
         return make
 
@@ -360,10 +366,10 @@ class Loop:
                 self.make_engine(),
                 name="rl_loop",
                 policy=RestartPolicy(
-                    max_restarts=20,
+                    max_restarts=100,
                     window_s=600,
                     backoff_s=0.1,
-                    backoff_max_s=5,
+                    backoff_max_s=1,
                     free_slack_bytes=0 if options.device == "soft" else 32 * MIB,
                 ),
                 used_bytes=used_bytes,

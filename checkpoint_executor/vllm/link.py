@@ -93,6 +93,7 @@ class VllmWorkers:
     def send_call(self, control: Control, request: Request) -> None:
         """The caller makes the call by itself, so for the coordinator it is over."""
         for rank in range(len(self._processes)):
+            request.replies[rank] = (None, ())
             control.event(RpcReplied(request.number, rank))
 
     def send_exit(self, control: Control) -> None:

@@ -121,7 +121,7 @@ def test_shutdown_ends_a_call_in_progress(machine: SoftMachine, gate: Gate, oper
     else:
         call = slow_sleep(executor, gate)
     executor.shutdown()
-    machine.assert_empty(RANKS)
+    machine.assert_empty()
     with pytest.raises(RefusedError, match="shut down"):
         call.result(DEADLINE_S)
 

@@ -33,7 +33,7 @@ def unregistered(machine: SoftMachine) -> CUDACheckpointExecutor:
 
 def assert_over(machine: SoftMachine, executor: CUDACheckpointExecutor) -> None:
     assert executor.phase == "closed"
-    machine.assert_empty(RANKS)
+    machine.assert_empty()
     for call in (
         executor.check_health,
         executor.sleep,
@@ -142,7 +142,7 @@ def test_garbage_collection_ends_it(machine: SoftMachine, asleep: bool) -> None:
     del executor
     gc.collect()
     assert gone() is None
-    machine.assert_empty(RANKS)
+    machine.assert_empty()
 
 
 def test_garbage_collection_on_the_control_thread_ends_it(machine: SoftMachine) -> None:
@@ -158,7 +158,7 @@ def test_garbage_collection_on_the_control_thread_ends_it(machine: SoftMachine) 
     finally:
         gc.enable()
     assert gone() is None
-    machine.assert_empty(RANKS)
+    machine.assert_empty()
 
 
 def test_an_executor_built_in_a_thread_that_has_ended_lives_on(machine: SoftMachine) -> None:
@@ -199,7 +199,7 @@ def test_a_failure_of_the_control_thread_itself_ends_it_and_leaves_nobody_waitin
             assert executor._control.join(DEADLINE_S)
         finally:
             threading.excepthook = hook
-    machine.assert_empty(RANKS)
+    machine.assert_empty()
     for _ in range(2):
         with pytest.raises(FatalError, match="ZeroDivisionError: a bug"):
             executor.sleep()
@@ -228,4 +228,4 @@ def test_the_end_of_the_interpreter_ends_it(machine: SoftMachine, asleep: bool) 
         f"{'executor.sleep()' if asleep else ''}\n"
     )
     assert run_script(script) == (0, "", "")
-    machine.assert_empty(RANKS)
+    machine.assert_empty()

@@ -52,7 +52,7 @@ def assert_start_fails(machine: SoftMachine, *arguments: Any, match: str, **opti
     with pytest.raises(StartError, match=match) as caught:
         machine.make(*arguments, ranks=RANKS, **options)
     assert not caught.value.executor_alive
-    machine.assert_empty(RANKS)
+    machine.assert_empty()
     return caught.value
 
 
@@ -181,7 +181,7 @@ def test_ctrl_c_during_the_start_leaves_nothing(machine: SoftMachine, gate: Gate
     with pytest.raises(KeyboardInterrupt):
         machine.make(WaitingWorker, ranks=RANKS, worker_args=(gate.path,))
     thread.join()
-    machine.assert_empty(RANKS)
+    machine.assert_empty()
 
 
 # ---------------------------------------------------------------------------------------------- the environment

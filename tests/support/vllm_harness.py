@@ -6,6 +6,7 @@ under ours, its worker processes, and our helper. Only the platform and the work
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -13,7 +14,9 @@ import signal
 import sys
 import tempfile
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,9 @@ import msgspec
 
 from checkpoint_executor import communication, procfs, status
 from checkpoint_executor.faults import Injection
-from checkpoint_executor.softgpu import SoftGpu, device_name
-from tests.support.vllm_waiting import DEADLINE_S, wait_until
+from checkpoint_executor.softgpu import CONTEXT_BYTES, SoftGpu, device_name
+from tests.support.targets import ChildProcess, close_all
+from tests.support.vllm_waiting import DEADLINE_S, pause, wait_until
 
 __all__ = ["EXECUTOR", "Engine", "VllmMachine", "install_plugins"]
 
@@ -146,6 +150,27 @@ class VllmMachine:
     def statuses(self) -> list[status.Status]:
         return status.read_all(str(self.runtime_base))
 
+    @contextmanager
+    def room_taken(self, rank: int = 0) -> Iterator[None]:
+        """Another process holds all that is free on a rank's device."""
+        gpu = self.gpu(rank)
+        child = ChildProcess(
+            "tests.support.soft_target_main",
+            {
+                "root": str(self.root),
+                "device": gpu.name,
+                "capacity_bytes": gpu.total_bytes,
+                "size_bytes": gpu.total_bytes - gpu.used_bytes() - CONTEXT_BYTES,
+                "seed": 0,
+            },
+            device=gpu.name,
+        )
+        try:
+            child.wait_ready()
+            yield
+        finally:
+            close_all([child])
+
     def cycles(self) -> list[dict[str, Any]]:
         """The lines of the log."""
         return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
@@ -190,6 +215,7 @@ class Engine:
         self.core_pid: int = self.client.resources.engine_manager.processes[0].pid
         self.pids = {"EngineCore": self.core_pid, **self.status.processes}
         self._closed = False
+        self._call_ids = itertools.count(1)
 
     @property
     def engine(self) -> Any:
@@ -243,9 +269,36 @@ class Engine:
     def rpc(self, method: str, *args: Any) -> list[Any]:
         return list(self.llm.collective_rpc(method, args=args))
 
+    def reset(self) -> None:
+        """Forget what the workers were asked before, and the log."""
+        self.events()
+        self.machine.log.unlink(missing_ok=True)
+
     def events(self) -> list[list[Any]]:
         """By rank, what the worker was asked since the last time."""
         return self.rpc("take_events")
+
+    def begin(self, method: str, *args: Any) -> Future[Any]:
+        """Begin a utility call of the client's, without waiting. By hand, since its socket is for one thread only."""
+        from vllm.v1.engine import EngineCoreRequestType
+
+        call_id = next(self._call_ids)
+        future: Future[Any] = Future()
+        self.client.utility_results[call_id] = future
+        self.client._send_input(EngineCoreRequestType.UTILITY, (0, call_id, method, args))
+        return future
+
+    def settle(self) -> None:
+        """Until EngineCore's main thread waits for work.
+
+        A signal that comes in the moment before a Python thread begins to wait is seen only when the wait ends: vLLM's
+        shutdown right after an answered call then takes its 5 s, with any executor.
+        """
+        calm = 0
+        while calm < 5:
+            state = Path(f"/proc/{self.core_pid}/task/{self.core_pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+            calm = calm + 1 if state == "S" else 0
+            pause(0.005)
 
     def assert_gone(self, deadline_s: float = DEADLINE_S) -> None:
         """None of its processes is left, and they have left nothing."""
@@ -259,6 +312,8 @@ class Engine:
             return
         self._closed = True
         try:
+            if procfs.is_alive(self.core_pid):
+                self.settle()
             self.client.shutdown()
             self.assert_gone()
         finally:

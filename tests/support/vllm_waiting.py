@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["DEADLINE_S", "wait_until"]
+__all__ = ["DEADLINE_S", "pause", "wait_until"]
 
 #: Reached only when something is broken.
 DEADLINE_S = 30.0
@@ -19,3 +19,7 @@ def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEA
     while not condition():
         assert time.monotonic() < until, f"not within {deadline_s:g} s: {what}"
         pause.wait(0.005)
+
+
+def pause(seconds: float) -> None:
+    threading.Event().wait(seconds)

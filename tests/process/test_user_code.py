@@ -1,0 +1,165 @@
+"""The user's own side: workers that live in a script or a notebook, folders with our names, and a clean stdout."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.support.executor_harness import SoftMachine, run_script
+
+WORKER = '''
+from checkpoint_executor import CUDACheckpointExecutor
+from checkpoint_executor.workers import Worker, execution
+
+SCALE = 10
+
+def scaled(number):
+    return SCALE * number
+
+class Base(Worker):
+    def __init__(self, context, number=1):
+        super().__init__(context)
+        self.memory = context.allocator.allocate(4096)
+        self.memory.write(b"weights!")
+        self.number = number
+
+class MyWorker(Base):
+    """Refers to names of its own module, to a base class there, and to super()."""
+
+    def __init__(self, context, number=1):
+        super().__init__(context, number)
+
+    @execution
+    def compute(self):
+        return scaled(self.number) + self.context.rank
+
+    def read(self):
+        return self.memory.read(0, 8)
+'''
+
+USE = '''
+with CUDACheckpointExecutor(MyWorker, 2, worker_args=(4,), **OPTIONS) as executor:
+    assert executor.collective_rpc("compute") == [40, 41]
+    executor.sleep()
+    executor.wake_up(["weights"])
+    try:
+        executor.collective_rpc("compute")
+    except Exception as error:
+        assert "asleep" in str(error), error
+    else:
+        raise AssertionError("an execution method ran while a tag was asleep")
+    executor.wake_up()
+    assert executor.collective_rpc("read") == [b"weights!"] * 2
+    assert executor.collective_rpc(lambda worker: scaled(worker.number)) == [40, 40]
+print("done")
+'''
+
+
+def write(folder: Path, *parts: str) -> Path:
+    script = folder / "script.py"
+    script.write_text("\n".join(textwrap.dedent(part) for part in parts))
+    return script
+
+
+def options(machine: SoftMachine) -> str:
+    return f"OPTIONS = {machine.options()!r}"
+
+
+def test_a_worker_defined_in_the_users_script_works(machine: SoftMachine, tmp_path: Path) -> None:
+    script = write(tmp_path, options(machine), WORKER, USE)
+    assert run_script(script) == (0, "done\n", "")
+
+
+def test_a_script_without_a_main_guard_is_not_run_again_in_the_workers(machine: SoftMachine, tmp_path: Path) -> None:
+    script = write(tmp_path, "print('begun', flush=True)", options(machine), WORKER, USE)
+    assert run_script(script) == (0, "begun\ndone\n", "")
+
+
+@pytest.mark.parametrize("namespace", ["vars(__import__('__main__'))", "{'__name__': '__main__'}"])
+def test_a_worker_defined_in_a_notebook_works(machine: SoftMachine, tmp_path: Path, namespace: str) -> None:
+    # A notebook's cells are executed in one namespace that calls itself __main__ and has no file.
+    cells = [options(machine), WORKER, USE]
+    script = write(tmp_path, f"namespace = {namespace}", f"for cell in {cells!r}: exec(cell, namespace)")
+    assert run_script(script) == (0, "done\n", "")
+
+
+def test_a_worker_in_a_module_beside_the_script_works(machine: SoftMachine, tmp_path: Path) -> None:
+    (tmp_path / "my_workers.py").write_text(WORKER)
+    script = write(tmp_path, options(machine), "from my_workers import *", USE)
+    assert run_script(script) == (0, "done\n", "")
+
+
+def test_the_users_own_folders_of_our_names_do_not_shadow_ours(machine: SoftMachine, tmp_path: Path) -> None:
+    for name in ("workers", "helper"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"WHOSE = 'the user'\nprint('{name} of the user')\n")
+        (tmp_path / name / "__main__.py").write_text("raise SystemExit('the wrong program')\n")
+        (tmp_path / name / "service.py").write_text("raise SystemExit('the wrong module')\n")
+    mine = """
+    import workers, helper
+    def whose(worker):
+        import workers, helper
+        return workers.WHOSE, helper.WHOSE
+    """
+    use = """
+    with CUDACheckpointExecutor(MyWorker, **OPTIONS) as executor:
+        assert executor.collective_rpc(whose) == [("the user", "the user")]
+        executor.sleep()
+        executor.wake_up()
+    """
+    script = write(tmp_path, options(machine), WORKER, mine, use)
+    status, out, err = run_script(script)
+    # Theirs are theirs, in the workers too, where they print to stderr.
+    assert (status, out) == (0, "workers of the user\nhelper of the user\n"), err
+    assert set(err.splitlines()) == {"workers of the user", "helper of the user"}
+
+
+def test_the_workers_stdout_does_not_land_on_the_parents(machine: SoftMachine, tmp_path: Path) -> None:
+    use = """
+    def speak(worker):
+        import os, sys
+        print("printed by a worker", flush=True)
+        os.write(1, b"written by a worker\\n")
+        sys.stderr.write("complaint of a worker\\n")
+
+    with CUDACheckpointExecutor(MyWorker, **OPTIONS) as executor:
+        executor.collective_rpc(speak)
+    print("data")
+    """
+    script = write(tmp_path, options(machine), WORKER, use)
+    status, out, err = run_script(script)
+    assert (status, out) == (0, "data\n")
+    assert set(err.splitlines()) == {"printed by a worker", "written by a worker", "complaint of a worker"}
+
+
+def test_a_worker_has_no_stdin(machine: SoftMachine) -> None:
+    def read(worker: object) -> str:
+        import sys
+
+        return sys.stdin.read()
+
+    assert machine.make().collective_rpc(read) == [""]
+
+
+def test_a_worker_inherits_no_descriptor_of_the_parent(machine: SoftMachine, tmp_path: Path) -> None:
+    import os
+
+    path = tmp_path / "open in the parent"
+
+    def links(worker: object) -> list[str]:
+        import os
+
+        found = []
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                found.append(os.readlink(f"/proc/self/fd/{name}"))
+            except FileNotFoundError:
+                pass
+        return found
+
+    with path.open("w") as file:
+        os.set_inheritable(file.fileno(), True)
+        (found,) = machine.make().collective_rpc(links)
+    assert str(path) not in found

@@ -1,0 +1,220 @@
+"""What goes wrong, on an engine of its own each: what the client sees, how soon, and that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from checkpoint_executor import procfs
+from checkpoint_executor.faults import Fault, Injection
+from checkpoint_executor.messages import Role
+from tests.support.vllm_harness import REPOSITORY, Engine, VllmMachine
+from tests.support.vllm_waiting import wait_until
+
+
+def inject(fault: Fault, role: Role, stage: str, rank: int = 0, **details: object) -> Injection:
+    return Injection(fault=fault, role=role, rank=rank, stage=stage, **details)  # type: ignore[arg-type]
+
+
+def assert_dead(engine: Engine, within_s: float = 8.0) -> None:
+    """The engine says that it is dead, and nothing of its workers or our helper is left."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    begun = time.monotonic()
+    wait_until(lambda: not any(procfs.is_alive(pid) for pid in (*engine.worker_pids, engine.pids["helper"])), "all gone")
+    assert time.monotonic() - begun < 2
+    wait_until(lambda: not procfs.is_alive(engine.core_pid), "EngineCore ended", within_s)
+    with pytest.raises(EngineDeadError):
+        engine.llm.wake_up()
+    engine.assert_gone()
+
+
+def fails(call: Callable[[], object], pattern: str, within_s: float = 5.0) -> None:
+    """The call raises our message, soon."""
+    begun = time.monotonic()
+    with pytest.raises(Exception, match=re.compile(pattern, re.DOTALL)):
+        call()
+    assert time.monotonic() - begun < within_s
+
+
+# ---------------------------------------------------------------------------------------------- undone and refused
+
+
+def test_a_failed_lock_is_undone_and_the_engine_serves_on(machine: VllmMachine) -> None:
+    engine = machine.start(2, [inject(Fault.DRIVER_ERROR, Role.HELPER, "lock", rank=1, code=600)])
+    tokens = engine.tokens()
+    fails(lambda: engine.llm.sleep(level=1), "the driver could not lock every rank .*ordinary level-1 sleep.*wake_up")
+    assert engine.is_sleeping
+    assert engine.status.phase == "awake"
+    assert engine.status.sleeping == ("kv_cache", "weights")
+    # Not checkpointed: workers answer, and batches wait.
+    assert len(engine.rpc("known_requests")) == 2
+    engine.submit("queued")
+    assert engine.llm.wake_up()
+    assert engine.finish() == {"queued": tokens}
+    engine.llm.sleep(level=1)
+    assert engine.used_bytes == [0, 0]
+    engine.llm.wake_up()
+    assert engine.tokens() == tokens
+
+
+def test_a_failed_lock_is_fatal_where_undo_is_switched_off(machine: VllmMachine) -> None:
+    engine = machine.start(
+        faults=[inject(Fault.DRIVER_ERROR, Role.HELPER, "lock")],
+        environ={"CHECKPOINT_EXECUTOR_UNDO_BEFORE_CHECKPOINT": "0"},
+    )
+    fails(lambda: engine.llm.sleep(level=1), "rank 0 failed in stage 'lock'.*were killed")
+    assert_dead(engine)
+
+
+# ---------------------------------------------------------------------------------------------- failures are fatal
+
+
+@pytest.mark.parametrize(
+    ("fault", "pattern"),
+    [
+        (inject(Fault.DRIVER_ERROR, Role.HELPER, "checkpoint", rank=1), "rank 1 failed in stage 'checkpoint'"),
+        (inject(Fault.EXCEPTION, Role.WORKER, "worker_sleep", rank=1), "rank 1 failed in stage 'worker_sleep': injected"),
+        (inject(Fault.EXCEPTION, Role.WORKER, "prepare_workspaces"), "rank 0 failed in stage 'prepare_workspaces'"),
+        (inject(Fault.DIE, Role.WORKER, "worker_sleep", rank=1), "worker 1 .* was ended by signal 9"),
+        (inject(Fault.DIE, Role.HELPER, "lock"), "helper .* was ended by signal 9 in stage 'lock'"),
+    ],
+    ids=["checkpoint", "worker_sleep", "hook", "worker_dies", "helper_dies"],
+)
+def test_a_failure_in_sleep_kills_at_once_and_reaches_the_client(
+    machine: VllmMachine, fault: Injection, pattern: str
+) -> None:
+    engine = machine.start(2, [fault])
+    fails(lambda: engine.llm.sleep(level=1), f"Call to sleep method failed: .*{pattern}.*were killed")
+    assert_dead(engine)
+    (line,) = machine.cycles()
+    assert line["executor_alive"] is False
+
+
+@pytest.mark.parametrize(
+    ("fault", "pattern"),
+    [
+        (inject(Fault.DRIVER_ERROR, Role.HELPER, "restore", rank=1), "rank 1 failed in stage 'restore'"),
+        (inject(Fault.EXCEPTION, Role.WORKER, "worker_wake", rank=1), "rank 1 failed in stage 'worker_wake'"),
+    ],
+    ids=["restore", "worker_wake"],
+)
+def test_a_failure_in_wake_kills_at_once_and_reaches_the_client(
+    machine: VllmMachine, fault: Injection, pattern: str
+) -> None:
+    engine = machine.start(2, [fault])
+    engine.llm.sleep(level=1)
+    fails(lambda: engine.llm.wake_up(), f"Call to wake_up method failed: .*{pattern}.*were killed")
+    assert_dead(engine)
+
+
+def test_a_worker_that_hangs_meets_the_deadline(machine: VllmMachine) -> None:
+    engine = machine.start(
+        2,
+        [inject(Fault.HANG, Role.WORKER, "worker_sleep", rank=1)],
+        environ={"CHECKPOINT_EXECUTOR_WORKER_SLEEP_S": "0.5"},
+    )
+    fails(lambda: engine.llm.sleep(level=1), "no answer in stage 'worker_sleep' within 0.5 s")
+    assert_dead(engine)
+
+
+def test_a_communicator_that_was_not_suspended_is_caught_before_the_lock(machine: VllmMachine) -> None:
+    engine = machine.start(2)
+    engine.rpc("lie_about_suspension")
+    fails(
+        lambda: engine.llm.sleep(level=1),
+        "in stage 'confirm_suspended': the NCCL communicator of group 'tp:0' still holds its GPU memory",
+    )
+    assert_dead(engine)
+
+
+def test_a_worker_killed_while_asleep_ends_the_engine(machine: VllmMachine) -> None:
+    engine = machine.start(2)
+    engine.llm.sleep(level=1)
+    os.kill(engine.worker_pids[1], signal.SIGKILL)
+    assert_dead(engine)
+
+
+def test_a_helper_killed_while_awake_ends_the_engine(machine: VllmMachine) -> None:
+    engine = machine.start()
+    os.kill(engine.pids["helper"], signal.SIGKILL)
+    assert_dead(engine)
+
+
+def test_a_batch_that_needs_sleeping_memory_is_refused(machine: VllmMachine) -> None:
+    """An explicit resume past a sleeping engine: vLLM has no way to refuse a batch but to end."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    engine = machine.start()
+    engine.llm.sleep(level=1)
+    engine.llm.wake_up(tags=["weights"])
+    engine.client.call_utility("resume_scheduler")
+    engine.submit("forced")
+    with pytest.raises(EngineDeadError):
+        engine.finish()
+    engine.assert_gone()
+
+
+def test_a_failed_start_leaves_nothing(machine: VllmMachine, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match="Engine core initialization failed"):
+        machine.start(2, [inject(Fault.EXCEPTION, Role.WORKER, "introduce", rank=1)])
+    text = capfd.readouterr()
+    assert "the executor could not start: rank 1 failed in stage 'introduce': injected" in text.out + text.err
+    machine.assert_empty(2)
+
+
+# ---------------------------------------------------------------------------------------------- ends
+
+
+@pytest.mark.parametrize("asleep", [True, False], ids=["asleep", "awake"])
+def test_shutdown_is_done_at_once(machine: VllmMachine, asleep: bool) -> None:
+    engine = machine.start(2)
+    if asleep:
+        engine.llm.sleep(level=1)
+    engine.settle()
+    begun = time.monotonic()
+    engine.close()
+    assert time.monotonic() - begun < 3
+
+
+@pytest.mark.parametrize("asleep", [True, False], ids=["asleep", "awake"])
+def test_sigkill_of_engine_core_leaves_no_orphan(machine: VllmMachine, asleep: bool) -> None:
+    engine = machine.start(2)
+    if asleep:
+        engine.llm.sleep(level=1)
+    os.kill(engine.core_pid, signal.SIGKILL)
+    engine.assert_gone(5)
+
+
+@pytest.mark.parametrize("asleep", [True, False], ids=["asleep", "awake"])
+def test_sigkill_of_the_front_end_leaves_no_orphan(machine: VllmMachine, asleep: bool) -> None:
+    environ = {**os.environ, **machine.environment(2), "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
+    told = {"options": machine.options(2), "asleep": asleep}
+    front_end = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.vllm_front_end_main", json.dumps(told)],
+        env=environ,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert front_end.stdout is not None
+        ready = next(line for line in front_end.stdout if line.startswith("READY "))
+        (found,) = machine.statuses()
+        pids = [json.loads(ready.removeprefix("READY "))["core_pid"], *found.processes.values()]
+        assert len(pids) == 4
+        assert found.phase == ("checkpointed" if asleep else "awake")
+    finally:
+        front_end.kill()
+        front_end.wait()
+        front_end.stdout.close()
+    for pid in pids:
+        wait_until(lambda pid=pid: not procfs.is_alive(pid), f"{pid} is gone", 5)  # type: ignore[misc]
+    machine.assert_empty(2)
