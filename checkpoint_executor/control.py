@@ -256,6 +256,12 @@ class Control:
         return self._coordinator.state.phase if self._fatal is None else Phase.FAILED
 
     @property
+    def stage(self) -> str | None:
+        """Name of the stage in progress."""
+        stage = self._coordinator.state.stage
+        return None if stage is None else stage.name
+
+    @property
     def sleeping(self) -> frozenset[str]:
         return self._coordinator.state.sleeping
 

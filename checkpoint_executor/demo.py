@@ -359,7 +359,7 @@ class _Demo:
         )
 
     def _during(self, executor: CUDACheckpointExecutor, what: str) -> AbstractContextManager[None]:
-        return self.audience.during(what, lambda: executor.phase)
+        return self.audience.during(what, lambda: executor.stage or executor.phase)
 
     # -- what is left ----------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 
 import msgspec
@@ -32,7 +32,7 @@ from checkpoint_executor.messages import Role, Target
 from checkpoint_executor.preflight import Finding, Severity
 from checkpoint_executor.self_test import SelfTestReport, SelfTestSpec
 
-__all__ = ["DoctorReport", "ExitStatus", "Options", "add_arguments", "examine", "print_report", "run"]
+__all__ = ["DoctorReport", "ExitStatus", "Options", "add_arguments", "examine", "judge", "print_report", "probe", "run"]
 
 #: A state query takes a millisecond, opening the driver a quarter of a second, importing the bindings a second. A
 #: query on a process that somebody is checkpointing right now waits for that: 30 s is the deadline of such a stage.
@@ -76,7 +76,8 @@ class DoctorReport(Struct, frozen=True):
     Attributes:
         exit_status: of the command. problem: why nothing could be looked at.
         findings: the worst first. checks: names of the checks that were made.
-        facts: what the findings rest on. self_test: if it was run.
+        facts: what the findings rest on.
+        wants_self_test: whether it was asked for. self_test: if it was run; a blocker forbids it.
     """
 
     exit_status: ExitStatus
@@ -86,6 +87,7 @@ class DoctorReport(Struct, frozen=True):
     findings: tuple[Finding, ...] = ()
     checks: tuple[str, ...] = ()
     facts: Facts | None = None
+    wants_self_test: bool = False
     self_test: SelfTestReport | None = None
 
     def to_json(self) -> bytes:
@@ -160,16 +162,32 @@ def examine(options: Options, roots: Roots = MACHINE) -> DoctorReport:
         facts = _collect(options, roots)
     except ProcessLookupError as error:
         return DoctorReport(ExitStatus.USAGE, kind, str(error))
+    return judge(options, facts)
+
+
+def judge(
+    options: Options, facts: Facts, run_self_test: Callable[[SelfTestSpec], SelfTestReport] = self_test.run
+) -> DoctorReport:
+    """The findings, the self-test if it was asked for and nothing forbids it, and the exit status."""
     findings = preflight.check_start(facts)
     worst = preflight.worst(findings)
     status = ExitStatus.OK if worst is None else _BY_SEVERITY[worst]
     tested: SelfTestReport | None = None
+    # A blocker may be one that hangs the host.
     if options.self_test and worst is not Severity.BLOCKER:
-        tested = self_test.run(SelfTestSpec(kind))
+        tested = run_self_test(SelfTestSpec(facts.device_kind))
         if not tested.passed:
             status = ExitStatus.SELF_TEST_FAILED
-    checks = tuple(check.name for check in preflight.CHECKS.values() if kind in check.device_kinds)
-    return DoctorReport(status, kind, worst=worst, findings=findings, checks=checks, facts=facts, self_test=tested)
+    return DoctorReport(
+        status,
+        facts.device_kind,
+        worst=worst,
+        findings=findings,
+        checks=tuple(check.name for check in preflight.CHECKS.values() if facts.device_kind in check.device_kinds),
+        facts=facts,
+        wants_self_test=options.self_test,
+        self_test=tested,
+    )
 
 
 # -- facts ---------------------------------------------------------------------------------------
@@ -380,7 +398,7 @@ def _mib(readings: Sequence[int], empty_bytes: int) -> str:
 def _verdict(report: DoctorReport) -> Text:
     counts = {severity: sum(f.severity is severity for f in report.findings) for severity in reversed(Severity)}
     found = ", ".join(f"{count} {severity.value}(s)" for severity, count in counts.items() if count) or "nothing found"
-    tested = ""
+    tested = "; self-test not run, because of a blocker" if report.wants_self_test else ""
     if report.self_test is not None:
         tested = "; self-test passed" if report.self_test.passed else "; self-test FAILED"
     style = {ExitStatus.OK: "bold green", ExitStatus.WARNINGS: "bold yellow"}.get(report.exit_status, "bold red")

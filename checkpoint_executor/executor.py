@@ -162,9 +162,9 @@ class CUDACheckpointExecutor:
                 deadline_s=timeout,
             ) from None
         pids = self._control.pids
-        for rank, (error, _) in sorted(replies.items()):
-            if error is not None:
-                raise call_error(rank, pids.get(f"worker {rank}"), error)
+        for rank, (failure, _) in sorted(replies.items()):
+            if failure is not None:
+                raise call_error(rank, pids.get(f"worker {rank}"), failure)
         return [payload.decode_result(frames) for _, (_, frames) in sorted(replies.items())]
 
     def sleep(self, level: int = 1, mode: str = "abort") -> CycleReport:
@@ -245,6 +245,11 @@ class CUDACheckpointExecutor:
     def phase(self) -> str:
         """Where the executor is: ``awake``, ``suspending``, ``checkpointed``, ``resuming``, ``failed`` and so on."""
         return str(self._control.phase)
+
+    @property
+    def stage(self) -> str | None:
+        """The stage in progress, e.g. ``"checkpoint"``; None while nothing is."""
+        return self._control.stage
 
     @property
     def last_report(self) -> CycleReport | None:

@@ -178,8 +178,7 @@ def check_driver_symbols(facts: Facts) -> Iterator[Finding]:
             f"{libcuda.path} lacks {', '.join(missing)}",
             "Without these calls no process can be put to sleep.",
             "Install a newer driver; in a container, see that no older libcuda (a forward-compatibility package, a "
-            "stub) "
-            "comes first on the library path.",
+            "stub) comes first on the library path.",
         )
 
 
@@ -224,12 +223,10 @@ _KNOWN_DRIVERS = (
     _Known(
         "595.71.05",
         Severity.BLOCKER,
-        "Ending a process that was restored and runs again hung the whole host about 35 s later, 4 of 4 times; ending "
-        "a "
-        "sleeping one is safe.",
+        "Ending a process that was restored and runs again hung the whole host about 35 s later, 4 of 4 times; "
+        "ending a sleeping one is safe.",
         "Use the proprietary kernel module or another driver. If you must not: put the executor to sleep before you "
-        "end "
-        "it.",
+        "end it.",
         f"{_CUDA_CHECKPOINT}/issues/53",
         open_module_only=True,
     ),
@@ -521,9 +518,8 @@ def check_persistence_mode(facts: Facts) -> Iterator[Finding]:
                 gpu.uuid,
                 "persistence mode is off",
                 "A restore needs it, or a caller that has initialised CUDA, as our helper has. Without it the "
-                "cuda-checkpoint "
-                "tool was reported to fail and to lose the process, and every first start on the GPU takes seconds "
-                "more.",
+                "cuda-checkpoint tool was reported to fail and to lose the process, and every first start on the GPU "
+                "takes seconds more.",
                 "Start nvidia-persistenced (or run `nvidia-smi -pm 1`).",
                 f"{_CUDA_CHECKPOINT}/issues/25",
             )
@@ -566,8 +562,7 @@ def check_mps(facts: Facts) -> Iterator[Finding]:
             f"an MPS control daemon listens in {facts.host.mps_directory}",
             f"{why} A process that starts while it listens becomes a client.",
             "End the daemon (`echo quit | nvidia-cuda-mps-control`), or point CUDA_MPS_PIPE_DIRECTORY of the workers "
-            "to "
-            "an empty directory.",
+            "to an empty directory.",
             "https://docs.nvidia.com/deploy/mps/",
         )
 
@@ -588,8 +583,7 @@ def check_managed_memory(facts: Facts) -> Iterator[Finding]:
                 target.label,
                 f"{target.uvm_mappings} mappings of /dev/nvidia-uvm, where one is normal",
                 "It uses managed memory (cudaMallocManaged, paged optimizers), which the driver refuses to "
-                "checkpoint; on "
-                "driver 595 the refusal leaves the process without a working context.",
+                "checkpoint; on driver 595 the refusal leaves the process without a working context.",
                 "Use ordinary device memory.",
                 "https://github.com/VivianSobers/gpunap (validation/FINDINGS.md)",
             )
@@ -604,9 +598,8 @@ def check_cuda_ipc(facts: Facts) -> Iterator[Finding]:
                 Severity.BLOCKER,
                 target.label,
                 f"it has {target.shared_cuda[0]} open: it shares a CUDA event, and likely memory, with another process",
-                "Before driver 610 the driver cannot checkpoint legacy CUDA IPC: the checkpoint hangs for minutes, or "
-                "its "
-                "restore fails for ever.",
+                "Before driver 610 the driver cannot checkpoint legacy CUDA IPC: the checkpoint hangs for minutes, "
+                "or its restore fails for ever.",
                 "Share no CUDA tensors between processes; vLLM: disable_custom_all_reduce=True.",
                 "https://github.com/VivianSobers/gpunap (validation/FINDINGS.md)",
             )
@@ -630,9 +623,8 @@ def check_open_devices(facts: Facts) -> Iterator[Finding]:
                     Severity.BLOCKER,
                     target.label,
                     f"it has {', '.join(names)} open ({what})",
-                    "Memory that a network card or GDRCopy has pinned cannot leave the GPU, and a checkpoint does not "
-                    "bring "
-                    "the registration back.",
+                    "Memory that a network card or GDRCopy has pinned cannot leave the GPU, and a checkpoint does "
+                    "not bring the registration back.",
                     do,
                     f"{_CUDA_CHECKPOINT}#readme",
                 )
@@ -698,8 +690,7 @@ def check_nccl_suspend(facts: Facts) -> Iterator[Finding]:
                 about,
                 f"{listed} cannot suspend communicators (no {NCCL_SUSPEND_SYMBOL})",
                 "With more than one rank, NCCL's peer memory must be given up before a checkpoint: otherwise the "
-                "checkpoint "
-                "succeeds and its restore fails for ever (measured).",
+                "checkpoint succeeds and its restore fails for ever (measured).",
                 f"Put NCCL {OLDEST_NCCL} or newer into LD_PRELOAD (vLLM: VLLM_NCCL_SO_PATH too), or choose "
                 "communication='socket'.",
             )
@@ -729,8 +720,7 @@ def check_communication_environment(facts: Facts) -> Iterator[Finding]:
                 target.label,
                 problem,
                 f"The {wanted!r} configuration was measured with exactly these settings; others leave memory that "
-                "cannot "
-                "be restored, or hang.",
+                "cannot be restored, or hang.",
                 "Set it for the workers, explicitly: configuration files fill in what the environment leaves open.",
             )
 
@@ -759,8 +749,7 @@ def check_expandable_segments(facts: Facts) -> Iterator[Finding]:
                     about,
                     f"{name}={environ[name]}",
                     "The allocator that sleeps keeps its memory in torch's memory pools, which expandable segments "
-                    "bypass: "
-                    "weights would be neither backed up nor freed.",
+                    "bypass: weights would be neither backed up nor freed.",
                     f"Remove expandable_segments:True from {name}.",
                 )
 
@@ -782,10 +771,9 @@ def check_torch_heartbeat(facts: Facts) -> Iterator[Finding]:
             target.label,
             f"torch's NCCL heartbeat is {timeout_s:g} s, for sleeps {sleep}",
             "torch's watchdog thread blocks if it calls CUDA in a checkpointed process; when it has not moved for "
-            "that long, "
-            "the monitor ends the process.",
-            "Set TORCH_NCCL_ENABLE_MONITORING=0, or TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC above the longest sleep, for the "
-            "workers.",
+            "that long, the monitor ends the process.",
+            "Set TORCH_NCCL_ENABLE_MONITORING=0, or TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC above the longest sleep, for "
+            "the workers.",
             "https://github.com/pytorch/pytorch/pull/112518",
         )
 
@@ -804,8 +792,7 @@ def check_transparent_huge_pages(facts: Facts) -> Iterator[Finding]:
             "host",
             f"transparent huge pages are {facts.host.huge_pages!r}",
             "A checkpoint costs a page fault for every page it moves. With 'always' it took 3.3 instead of 4.7 s for "
-            "10 GiB, "
-            "and 0.8 instead of 1.15 s for 2 GiB (measured).",
+            "10 GiB, and 0.8 instead of 1.15 s for 2 GiB (measured).",
             "echo always > /sys/kernel/mm/transparent_hugepage/enabled",
         )
 
@@ -823,12 +810,10 @@ def check_numa_placement(facts: Facts) -> Iterator[Finding]:
                 Severity.NOTE,
                 target.label,
                 f"it may run on CPUs {target.cpus} of NUMA nodes {', '.join(map(str, target.nodes))}; its GPU is on "
-                "node "
-                f"{node}",
+                f"node {node}",
                 "What the driver copies at a checkpoint lands on the node that the process runs on, and crosses the "
                 "processors' link if that is not the GPU's. Our own arena of weights is bound to the GPU's node "
-                "already. "
-                "The effect was not measured: our machines show one node.",
+                "already. The effect was not measured: our machines show one node.",
                 f"numactl --cpunodebind={node} for this worker.",
             )
 
@@ -845,9 +830,8 @@ def check_pinned_memory(facts: Facts) -> Iterator[Finding]:
                 Severity.NOTE,
                 about,
                 "torch pins host memory page by page (the default)",
-                "It matters under vLLM, whose first sleep pins the weights' backup: 16 GiB took 7.9 s, and 2.2 s with "
-                "the "
-                "setting below (measured). Our own workers do not depend on it.",
+                "It matters under vLLM, whose first sleep pins the weights' backup: 16 GiB took 7.9 s, and 2.2 s "
+                "with the setting below (measured). Our own workers do not depend on it.",
                 "PYTORCH_CUDA_ALLOC_CONF=pinned_use_cuda_host_register:True,pinned_num_register_threads:8",
             )
 

@@ -36,9 +36,6 @@ __all__ = ["serve"]
 
 Job = Callable[[], None]
 
-#: How long a failed verb waits to see whether its target died, seconds.
-_DEATH_WAIT_S = 0.1
-
 _VERBS = {str(verb): verb for verb in Verb}
 
 
@@ -199,7 +196,7 @@ class HelperService:
                 error = error_info(failure)
                 if failure.code != DriverCode.NOT_READY:
                     # If it died, the parent is to see that first: it is the cause, and this only the consequence.
-                    held.has_ended(_DEATH_WAIT_S)
+                    held.has_ended()
         except Exception as failure:  # noqa: BLE001 - whatever it is, the parent must hear of it
             error = error_info(failure)
         self._reply(command, rank, watch.elapsed_s, error=error, before=before, after=after, fault=fault)
@@ -252,8 +249,9 @@ class HelperService:
             self._reply(command, target.rank, watch.elapsed_s, error=error, after=state)
 
     def _measure(self, command: StageCommand) -> None:
+        # One watch for all: the ranks are read one after another, and a rank's wait for the others is part of its time.
+        watch = Stopwatch()
         for rank in command.ranks:
-            watch = Stopwatch()
             error = reading = None
             fault: Injection | None = None
             try:

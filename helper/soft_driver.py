@@ -25,6 +25,7 @@ class SoftDriver:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._gpus: dict[str, SoftGpu] = {}
 
     def open(self) -> DriverInfo:
         """Nothing to initialise: the driver lives in the targets."""
@@ -48,10 +49,12 @@ class SoftDriver:
     def device_memory(self, device: str) -> DeviceMemory:
         """Raises DriverError with NO_DEVICE for a device that nobody ever opened, INVALID_VALUE for a bad name."""
         try:
-            # Looked for first: a reading must not create a device.
-            if not SoftGpu.exists(self._root, device):
-                raise DriverError("device_memory", DriverCode.NO_DEVICE, detail=f"no software device {device!r}")
-            gpu = SoftGpu(self._root, device)
+            gpu = self._gpus.get(device)
+            if gpu is None:
+                # Looked for first: a reading must not create a device.
+                if not SoftGpu.exists(self._root, device):
+                    raise DriverError("device_memory", DriverCode.NO_DEVICE, detail=f"no software device {device!r}")
+                gpu = self._gpus[device] = SoftGpu(self._root, device)
             holders = gpu.holders()
             return DeviceMemory(gpu.total_bytes, sum(size for _, size in holders), holders)
         except ValueError as error:

@@ -12,6 +12,10 @@ from checkpoint_executor.messages import Target
 __all__ = ["HeldTarget"]
 
 
+_DYING_MS = 100
+_LAST_THREADS_MS = 2000
+
+
 class HeldTarget:
     """A registered target.
 
@@ -39,11 +43,17 @@ class HeldTarget:
     def is_stopped(self) -> bool:
         return procfs.is_stopped(self.target.pid)
 
-    def has_ended(self, wait_s: float) -> bool:
-        """Whether the process is dead. Waits a moment: a call on a dying process fails before it is a zombie."""
+    def has_ended(self) -> bool:
+        """Whether the process is dead, waiting for a dying one to be.
+
+        A call on a dying process fails before it is a zombie, and one whose main thread is a zombie is dead only when
+        its other threads are gone too.
+        """
         poller = poll()
         poller.register(self.pidfd, POLLIN)
-        return bool(poller.poll(wait_s * 1000))
+        if poller.poll(_DYING_MS):
+            return True
+        return not procfs.is_alive(self.target.pid, self.target.start_time) and bool(poller.poll(_LAST_THREADS_MS))
 
     def kill(self) -> None:
         """SIGKILL the process, and what it started if it leads a group of its own (our workers do)."""

@@ -39,7 +39,7 @@ from checkpoint_executor.supervise import (
 from tests.support.executor_harness import DEADLINE_S, REPOSITORY, SoftMachine, in_thread, running, wait_until
 from tests.support.executor_workers import pattern
 from tests.support.supervise_engine import log_of
-from tests.support.supervise_factories import Plain, fail_to_start, stop_myself
+from tests.support.supervise_factories import Plain, fail_to_start, read_weights, stop_myself, wake
 
 FAST = RestartPolicy(
     max_restarts=3, backoff_s=0.01, backoff_max_s=0.02, start_s=DEADLINE_S, free_s=DEADLINE_S, free_slack_bytes=0
@@ -483,14 +483,6 @@ def test_a_start_that_fails_is_tried_again_up_to_the_limit(tmp_path: Path) -> No
         assert engine.pid == 0
 
 
-def read(executor: Any) -> Any:
-    return executor.collective_rpc("read_weights")
-
-
-def wake(executor: Any) -> Any:
-    return executor.wake_up()
-
-
 def test_an_executor_comes_back_whoever_of_it_was_killed(machine: SoftMachine) -> None:
     """A worker awake, the helper and then the engine's own process asleep."""
     options = machine.options()
@@ -508,17 +500,17 @@ def test_an_executor_comes_back_whoever_of_it_was_killed(machine: SoftMachine) -
                 assert isinstance(report, CycleReport)
                 assert report.device_bytes_after == (0,)
                 with pytest.raises(AsleepError):
-                    engine.call(read, DEADLINE_S)
+                    engine.call(read_weights, DEADLINE_S)
             os.kill(pids[target], signal.SIGKILL)
             wait_until(lambda gone=pids[target]: running([gone]) == [], f"{target} is dead")  # type: ignore[misc]
             # Awake, a wake would be a no-op that needs no worker.
             with pytest.raises(EngineRestarted) as caught:
-                engine.call(wake if asleep else read, DEADLINE_S)
+                engine.call(wake if asleep else read_weights, DEADLINE_S)
             assert running(pids.values()) == []
             assert caught.value.incident.left_bytes == {}
             assert caught.value.incident.free_s is not None
         assert engine.restarts == 3
-        assert engine.call(read, DEADLINE_S) == [pattern(0)]
+        assert engine.call(read_weights, DEADLINE_S) == [pattern(0)]
 
 
 # ---------------------------------------------------------------------------------------------- the script

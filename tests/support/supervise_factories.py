@@ -10,7 +10,7 @@ from typing import Any
 
 from checkpoint_executor import FatalError, RefusedError, StartError
 
-__all__ = ["Plain", "fail_to_start", "stop_myself"]
+__all__ = ["Plain", "fail_to_start", "read_weights", "stop_myself", "wake"]
 
 
 class Plain:
@@ -51,3 +51,14 @@ def fail_to_start(times: Path) -> Plain:
 def stop_myself(engine: Any) -> None:
     """Stop the engine's process: it cannot even say no."""
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+# Here, and not beside the tests, because the engine's process imports what it calls.
+
+
+def read_weights(executor: Any) -> Any:
+    return executor.collective_rpc("read_weights")
+
+
+def wake(executor: Any) -> Any:
+    return executor.wake_up()
