@@ -26,10 +26,11 @@ from rich.text import Text
 
 from checkpoint_executor import host_facts, preflight, processes, procfs, self_test, softgpu
 from checkpoint_executor.child_spec import ChildSpec
-from checkpoint_executor.facts import Facts, ProbeDriver, ProbeRequest, ProbeState, ProcessFacts, StateQuery
+from checkpoint_executor.facts import Facts, ProcessFacts, StateQuery
 from checkpoint_executor.host_facts import MACHINE, Roots
 from checkpoint_executor.messages import Role, Target
 from checkpoint_executor.preflight import Finding, Severity
+from checkpoint_executor.probe_messages import ProbeDriver, ProbeRequest, ProbeState
 from checkpoint_executor.self_test import SelfTestReport, SelfTestSpec
 
 __all__ = ["DoctorReport", "ExitStatus", "Options", "add_arguments", "examine", "judge", "print_report", "probe", "run"]

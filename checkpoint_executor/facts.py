@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from checkpoint_executor.messages import Target
-
 __all__ = [
     "CHECKPOINT_SYMBOLS",
     "NCCL_SUSPEND_SYMBOL",
@@ -18,9 +16,6 @@ __all__ = [
     "GpuFacts",
     "HostFacts",
     "LibraryFile",
-    "ProbeDriver",
-    "ProbeRequest",
-    "ProbeState",
     "ProcessFacts",
     "StateQuery",
 ]
@@ -197,31 +192,3 @@ class Facts(Struct, frozen=True):
     ranks: int | None = None
     front_door: str | None = None
     longest_sleep_s: float | None = None
-
-
-# ------------------------------------------------------------------------------------------------
-# What ``helper/probe.py`` is asked, and its answers: one JSON line each
-# ------------------------------------------------------------------------------------------------
-
-
-class ProbeRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """Open the driver as a helper would, and ask it for the state of these processes."""
-
-    device_kind: str
-    soft_root: str
-    targets: tuple[Target, ...] = ()
-
-
-class ProbeDriver(Struct, frozen=True, tag="driver"):
-    """How the driver was opened. The first answer."""
-
-    helper: ProcessFacts
-    description: str = ""
-    problem: str | None = None
-
-
-class ProbeState(Struct, frozen=True, tag="state"):
-    """The driver's answer about a process."""
-
-    pid: int
-    query: StateQuery

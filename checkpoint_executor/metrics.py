@@ -26,6 +26,9 @@ __all__ = ["ExecutorMetrics", "MetricsServer", "Observable", "serve"]
 #: From a lock of one millisecond to the deadline of two minutes.
 _BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
+#: How soon a server notices that it shall end.
+_POLL_S = 0.1
+
 
 class Observable(Protocol):
     """What is needed of an executor."""
@@ -146,7 +149,9 @@ class MetricsServer:
             host, port, _application(executor, metrics), server_class=_Server, handler_class=_QuietHandler
         )
         self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, name="checkpoint-executor-http", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_POLL_S,), name="checkpoint-executor-http", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from checkpoint_executor import directories, processes, procfs
+from checkpoint_executor import directories, processes, procfs, softgpu
 from checkpoint_executor.incidents import nvml_used_bytes
 from checkpoint_executor.report import CycleReport
 
@@ -153,6 +153,8 @@ def _cycles(spec: SelfTestSpec, soft_root: Path) -> SelfTestReport:
     if spec.device_kind == "soft":
         soft_root.mkdir(mode=0o700)
         options["soft_root"] = str(soft_root)
+        # A name that no other executor uses: wakes on devices of one name wait for each other.
+        options["device_ids"] = [softgpu.device_name(os.getpid())]
     empty = dict(nvml_used_bytes()()) if spec.device_kind == "cuda" else {}
     begun = time.monotonic()
     cycles: list[SelfTestCycle] = []

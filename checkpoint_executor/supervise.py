@@ -306,8 +306,16 @@ class Supervised(Generic[E]):
         self._connection = Connection(ours.detach())
 
     def _replace(self, lost: _Lost) -> Incident:
-        incident = self._give_up(lost)
-        self._start(first=False)
+        try:
+            incident = self._give_up(lost)
+            self._start(first=False)
+        except BaseException:
+            # Also when the restart was interrupted: nobody would be told that the next engine is another one.
+            self._drop()
+            self._failure = self._failure or InvalidRequestError(
+                f"the restart of {self._keeper.name} did not end well; build a new one"
+            )
+            raise
         return incident
 
     def _give_up(self, lost: _Lost) -> Incident:

@@ -2,8 +2,8 @@
 
 It is a process of its own because it loads what a helper loads, so that the caller sees the very driver that a helper
 would use, and because a state query can hang: then the caller kills it. It changes no target; every answer is one
-line of JSON on stdout (:class:`~checkpoint_executor.facts.ProbeDriver`, then
-:class:`~checkpoint_executor.facts.ProbeState` in the order in which they come).
+line of JSON on stdout (:class:`~checkpoint_executor.probe_messages.ProbeDriver`, then
+:class:`~checkpoint_executor.probe_messages.ProbeState` in the order in which they come).
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import msgspec
 
 from checkpoint_executor import host_facts
 from checkpoint_executor.driver_states import DriverError
-from checkpoint_executor.facts import ProbeDriver, ProbeRequest, ProbeState, StateQuery
+from checkpoint_executor.facts import StateQuery
 from checkpoint_executor.helper.drivers import Driver
 from checkpoint_executor.messages import Target
+from checkpoint_executor.probe_messages import ProbeDriver, ProbeRequest, ProbeState
 
 __all__ = ["main"]
 

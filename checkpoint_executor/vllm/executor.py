@@ -216,6 +216,7 @@ class CUDACheckpointExecutor(MultiprocExecutor):  # type: ignore[misc, unused-ig
             locks_dir=str(directories.locks_directory()),
             faults=self.helper_faults(),
         )
+        self._endpoint = spec.endpoint
         self._control = Control(
             self._config,
             VLLM_STAGES,
@@ -356,6 +357,7 @@ class CUDACheckpointExecutor(MultiprocExecutor):  # type: ignore[misc, unused-ig
             helper_pid=control.helper_pid,
             parent_pid=os.getpid(),
             parent_start_time=procfs.start_time(os.getpid()),
+            endpoint=self._endpoint,
             suspended=self._communication == SUSPEND and self.world_size > 1,
             wakes_all=set(command.tags) >= control.sleeping,
             arena=self._uses_arena,

@@ -20,11 +20,12 @@ from select import POLLIN, poll
 from typing import Any
 
 import msgspec
+import zmq
 from msgspec import Struct
 
-from checkpoint_executor import procfs
+from checkpoint_executor import procfs, wire
 from checkpoint_executor.child import Stopwatch, allow_tracing_by, error_info
-from checkpoint_executor.messages import ErrorInfo, StageCommand, StageReply
+from checkpoint_executor.messages import ErrorInfo, Role, StageCommand, StageReply, identity
 from checkpoint_executor.tags import ALL_TAGS, KV_CACHE
 
 __all__ = ["StageCall", "WorkerSide", "perform"]
@@ -37,7 +38,7 @@ class StageCall(Struct, frozen=True):
 
     Attributes:
         helper_pid: whom to let trace this process. parent_pid, parent_start_time: EngineCore.
-        suspended: whether the communicators must be suspended for a checkpoint.
+        endpoint: the control thread's socket. suspended: whether the communicators must be suspended for a checkpoint.
         wakes_all: whether nothing sleeps after this wake. arena: whether backups go to our own arena.
     """
 
@@ -45,6 +46,7 @@ class StageCall(Struct, frozen=True):
     helper_pid: int
     parent_pid: int
     parent_start_time: int
+    endpoint: str
     suspended: bool
     wakes_all: bool
     arena: bool
@@ -74,7 +76,25 @@ def perform(worker: Any, side: type[WorkerSide], call_bytes: bytes, deferred: Se
     reply = StageReply(
         command.cycle, command.index, command.stage, rank, watch.elapsed_s, error=error, figures=figures, device=device
     )
+    if error is not None:
+        _tell_at_once(call.endpoint, reply)
     return msgspec.msgpack.encode(reply)
+
+
+def _tell_at_once(endpoint: str, reply: StageReply) -> None:
+    """Say it to the control thread directly.
+
+    vLLM reads the replies in the order of the ranks, and the others may be in a barrier that waits for this one
+    (NCCL's suspend has no timeout): the error would be heard when the deadline passes.
+    """
+    try:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.ROUTING_ID, identity(Role.WORKER, reply.rank))
+            socket.linger = 1000
+            socket.connect(endpoint)
+            socket.send_multipart(wire.encode(reply))
+    except zmq.ZMQError:
+        pass  # the reply by vLLM's queue says it too
 
 
 class WorkerSide:

@@ -17,7 +17,7 @@ from checkpoint_executor.tags import ALL_TAGS
 from checkpoint_executor.vllm.executor import CUDACheckpointExecutor
 from checkpoint_executor.vllm.workers import Figures, StageCall, WorkerSide
 
-__all__ = ["FAULTS_VARIABLE", "SoftCheckpointExecutor", "SoftWorkerSide"]
+__all__ = ["FAULTS_VARIABLE", "LateCheckExecutor", "SoftCheckpointExecutor", "SoftWorkerSide"]
 
 #: Faults for the helper and the workers, as JSON. No setting of ours: the production class does not know it.
 FAULTS_VARIABLE = "TEST_VLLM_FAULTS"
@@ -81,3 +81,11 @@ class SoftCheckpointExecutor(CUDACheckpointExecutor):
 
     def helper_faults(self) -> tuple[Injection, ...]:
         return tuple(fault for fault in _faults() if fault.role is Role.HELPER)
+
+
+class LateCheckExecutor(SoftCheckpointExecutor):
+    """As if vLLM had not let us look at the configuration in the front end."""
+
+    @classmethod
+    def supports_async_scheduling(cls) -> bool:
+        return True

@@ -20,12 +20,11 @@ from checkpoint_executor.facts import (
     Facts,
     GpuFacts,
     HostFacts,
-    ProbeDriver,
-    ProbeState,
     ProcessFacts,
     StateQuery,
 )
 from checkpoint_executor.host_facts import Roots
+from checkpoint_executor.probe_messages import ProbeDriver, ProbeState
 from checkpoint_executor.report import CycleReport
 from checkpoint_executor.self_test import SelfTestCycle, SelfTestReport, SelfTestSpec
 
@@ -138,7 +137,8 @@ def test_people_get_what_why_and_what_to_do() -> None:
     report = judge(BLOCKED)
     text = " ".join(printed(report).split())
     assert "NVIDIA 580.159.04, CUDA 13.0, open kernel module; 1 x NVIDIA H200" in text
-    for part in (finding for finding in report.findings for finding in (finding.seen, finding.why, finding.do)):
+    [finding] = report.findings
+    for part in (finding.seen, finding.why, finding.do):
         assert part in text
     assert "1 blocker(s)" in text
     assert "exit status 4" in text

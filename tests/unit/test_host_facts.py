@@ -18,7 +18,7 @@ import pytest
 
 from checkpoint_executor import elf, host_facts
 from checkpoint_executor.child_spec import ChildSpec
-from checkpoint_executor.facts import NCCL_SUSPEND_SYMBOL, GpuFacts, StateQuery
+from checkpoint_executor.facts import NCCL_SUSPEND_SYMBOL, GpuFacts, LibraryFile, ProcessFacts, StateQuery
 from checkpoint_executor.host_facts import Roots
 from checkpoint_executor.messages import Role
 
@@ -81,7 +81,7 @@ class Machine:
     def open(self, number: int, target: str) -> None:
         (self.process / "fd" / str(number)).symlink_to(target)
 
-    def target(self, **known: Any) -> host_facts.ProcessFacts:
+    def target(self, **known: Any) -> ProcessFacts:
         return host_facts.collect_target(PID, roots=self.roots, **known)
 
 
@@ -415,7 +415,7 @@ def test_a_loaded_nccl_is_found_with_its_version_and_what_it_can(fake_nccl: Path
     output = subprocess.run(
         [sys.executable, "-c", code], env=environ, check=True, capture_output=True, timeout=30
     ).stdout
-    [found] = msgspec.json.decode(output, type=tuple[host_facts.LibraryFile, ...])
+    [found] = msgspec.json.decode(output, type=tuple[LibraryFile, ...])
     assert found.path == str(fake_nccl)
     assert found.inode == fake_nccl.stat().st_ino
     assert (found.version, found.symbols, found.deleted) == ("2.30.7", (NCCL_SUSPEND_SYMBOL,), False)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from itertools import pairwise
@@ -80,6 +83,15 @@ def test_a_control_call_may_take_as_long_as_a_whole_sleep_inside_the_engine() ->
     deadlines = Deadlines()
     assert deadlines.worker_sleep_s + deadlines.hook_s + 2 * deadlines.driver_s < CONTROL_TIMEOUT_S
     assert deadlines.worker_wake_s + deadlines.hook_s + 2 * deadlines.driver_s < CONTROL_TIMEOUT_S
+
+
+def test_the_supervisor_imports_neither_the_executor_nor_what_engines_are_made_of() -> None:
+    code = (
+        "import sys, checkpoint_executor.supervise; "
+        "print(*sorted({'zmq', 'torch', 'cuda', 'pynvml', 'checkpoint_executor.executor'} & set(sys.modules)))"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environ, text=True).strip() == ""
 
 
 # ---------------------------------------------------------------------------------------------- reports

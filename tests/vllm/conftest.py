@@ -18,6 +18,12 @@ if HAS_VLLM:
     install_plugins()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # vLLM's front end leaves its zmq context to the garbage collector when EngineCore could not start.
+    config.addinivalue_line("filterwarnings", "ignore:Unclosed context:ResourceWarning")
+    config.addinivalue_line("filterwarnings", "ignore::pytest.PytestUnraisableExceptionWarning")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "/tests/vllm/" in str(item.path):
