@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ from checkpoint_executor import communication
 from checkpoint_executor.errors import ConfigError
 from checkpoint_executor.faults import Injection
 from checkpoint_executor.messages import DeadlineClass
+from checkpoint_executor.wire import MAX_HEADER_BYTES
 
 __all__ = ["Deadlines", "ExecutorConfig", "validate"]
 
@@ -80,18 +81,22 @@ def parse(options: Mapping[str, Any]) -> ExecutorConfig:
     """Build a configuration from keyword options, refusing unknown names and wrong types.
 
     Raises:
-        ConfigError: naming the option.
+        ConfigError: with every problem in one message, those of the values that could be read included.
     """
+    known = ", ".join(sorted(ExecutorConfig.__struct_fields__))
     unknown = sorted(set(options) - set(ExecutorConfig.__struct_fields__))
-    if unknown:
-        known = ", ".join(sorted(ExecutorConfig.__struct_fields__))
-        message = f"unknown option(s) {', '.join(unknown)}; known are {known}. Nothing was started"
-        raise ConfigError(message, problems=(message,))
-    try:
-        return msgspec.convert(dict(options), ExecutorConfig, builtin_types=(bytes,))
-    except msgspec.ValidationError as error:
-        message = f"bad option: {error}. Nothing was started"
-        raise ConfigError(message, problems=(message,)) from None
+    problems = [f"unknown option {name!r}; known are {known}" for name in unknown]
+    given: dict[str, Any] = {}
+    for field in msgspec.structs.fields(ExecutorConfig):
+        if field.name in options:
+            try:
+                given[field.name] = msgspec.convert(options[field.name], field.type, builtin_types=(bytes,))
+            except msgspec.ValidationError as error:
+                problems.append(f"{field.name}: {error}")
+    config = ExecutorConfig(**given)
+    if problems:
+        raise _config_error([*problems, *_value_problems(config)])
+    return config
 
 
 def validate(config: ExecutorConfig, environ: Mapping[str, str], device_kind: str) -> tuple[str, ...]:
@@ -108,8 +113,32 @@ def validate(config: ExecutorConfig, environ: Mapping[str, str], device_kind: st
     Raises:
         ConfigError: with every problem in one message.
     """
-    problems: list[str] = []
+    problems = _value_problems(config)
     warnings: tuple[str, ...] = ()
+    if config.faults and device_kind != "soft":
+        problems.append("faults can be injected on the software device only")
+    if device_kind == "cuda" and config.communication in ("suspend", "socket"):
+        merged = {**environ, **config.worker_env}
+        found, warnings = communication.check_environment(
+            config.communication, config.tensor_parallel_size, merged
+        )
+        problems.extend(found)
+    if problems:
+        raise _config_error(problems)
+    return warnings
+
+
+def _config_error(problems: Sequence[str]) -> ConfigError:
+    listed = "\n".join(f"  - {problem}" for problem in problems)
+    return ConfigError(
+        f"the executor cannot start; nothing was started. {len(problems)} problem(s):\n{listed}",
+        problems=tuple(problems),
+    )
+
+
+def _value_problems(config: ExecutorConfig) -> list[str]:
+    """What is wrong with the values themselves, wherever the executor would run."""
+    problems: list[str] = []
     size = config.tensor_parallel_size
     if size < 1:
         problems.append(f"tensor_parallel_size must be at least 1, not {size}")
@@ -117,6 +146,8 @@ def validate(config: ExecutorConfig, environ: Mapping[str, str], device_kind: st
         problems.append(f"device must be 'auto', 'soft' or 'cuda', not {config.device!r}")
     if config.communication not in ("suspend", "socket"):
         problems.append(f"communication must be 'suspend' or 'socket', not {config.communication!r}")
+    if "" in config.device_ids:
+        problems.append("device_ids holds an empty name")
     if config.device_ids and len(config.device_ids) != size:
         problems.append(f"device_ids names {len(config.device_ids)} devices for {size} rank(s)")
     if len(set(config.device_ids)) != len(config.device_ids):
@@ -131,21 +162,13 @@ def validate(config: ExecutorConfig, environ: Mapping[str, str], device_kind: st
             f"({config.deadlines.driver_s}): a lock that times out in the driver can be undone, a missed stage "
             "deadline cannot"
         )
-    for name in ("wake_margin_bytes", "max_payload_bytes"):
-        if getattr(config, name) < 0:
-            problems.append(f"{name} must not be negative")
+    if config.wake_margin_bytes < 0:
+        problems.append("wake_margin_bytes must not be negative")
+    if config.max_payload_bytes < MAX_HEADER_BYTES:
+        problems.append(f"max_payload_bytes must be at least {MAX_HEADER_BYTES}: messages of our own pass there too")
     if config.soft_capacity_bytes is not None and config.soft_capacity_bytes <= 0:
         problems.append("soft_capacity_bytes must be positive")
-    if config.faults and device_kind != "soft":
-        problems.append("faults can be injected on the software device only")
-    if device_kind == "cuda" and config.communication in ("suspend", "socket"):
-        merged = {**environ, **config.worker_env}
-        found, warnings = communication.check_environment(config.communication, size, merged)
-        problems.extend(found)
-    if problems:
-        listed = "\n".join(f"  - {problem}" for problem in problems)
-        raise ConfigError(
-            f"the executor cannot start; nothing was started. {len(problems)} problem(s):\n{listed}",
-            problems=tuple(problems),
-        )
-    return warnings
+    for name, value in config.worker_env.items():
+        if name == "" or "=" in name or "\0" in name + value:
+            problems.append(f"worker_env: {name!r} cannot be an environment variable")
+    return problems

@@ -57,6 +57,11 @@ def open_driver(spec: ChildSpec) -> Driver:
     return SoftDriver(Path(spec.soft_root))
 
 
+def locks_directory(spec: ChildSpec) -> Path:
+    """Where the locks on this kind of device are. Names of software devices mean something below their root only."""
+    return Path(spec.soft_root) / "locks" if spec.device_kind == "soft" else Path(spec.locks_dir)
+
+
 class _Lane:
     """A thread that does one thing after another."""
 
@@ -83,7 +88,7 @@ class HelperService:
         self._targets: dict[int, HeldTarget] = {}
         self._lanes: dict[int, _Lane] = {}
         self._readings = _Lane("readings")
-        self._locks = DeviceLocks(Path(spec.locks_dir))
+        self._locks = DeviceLocks(locks_directory(spec))
         # zmq sockets belong to one thread: the lanes hand their replies over and wake the loop.
         self._replies: SimpleQueue[tuple[StageReply, Injection | None]] = SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -249,6 +254,9 @@ class HelperService:
             self._reply(command, target.rank, watch.elapsed_s, error=error, after=state)
 
     def _measure(self, command: StageCommand) -> None:
+        if command.stage == "measure_woken":
+            # The memory is resident. Before the replies, or a caller could see the wake end and the lock still held.
+            self._locks.release()
         # One watch for all: the ranks are read one after another, and a rank's wait for the others is part of its time.
         watch = Stopwatch()
         for rank in command.ranks:
@@ -262,8 +270,6 @@ class HelperService:
             except Exception as failure:  # noqa: BLE001
                 error = error_info(failure)
             self._reply(command, rank, watch.elapsed_s, error=error, reading=reading, fault=fault)
-        if command.stage == "measure_woken":
-            self._locks.release()
 
     def _admit_wake(self, command: StageCommand) -> None:
         """All ranks or none: a wake must not begin on some of them."""

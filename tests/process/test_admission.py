@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import fcntl
-import os
 
 import pytest
 
-from checkpoint_executor import CUDACheckpointExecutor, InsufficientMemoryError, directories
+from checkpoint_executor import CUDACheckpointExecutor, InsufficientMemoryError
 from checkpoint_executor.config import Deadlines
 from checkpoint_executor.driver_states import ProcessState
 from checkpoint_executor.softgpu import CONTEXT_BYTES
@@ -163,10 +162,10 @@ def test_two_executors_take_turns_on_one_device(machine: SoftMachine) -> None:
 
 
 def test_another_executors_wake_on_the_device_is_waited_for_and_then_refused(machine: SoftMachine) -> None:
-    device = f"SOFT-{os.getpid()}"  # the locks are shared by all executors of this user
-    executor = machine.make(device_ids=(device,), deadlines=Deadlines(driver_lock_s=0.1))
+    device = "SOFT-0"
+    executor = machine.make(deadlines=Deadlines(driver_lock_s=0.1))
     executor.sleep()
-    folder = directories.locks_directory()
+    folder = machine.root / "locks"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"{device}.lock"
     with path.open("w") as lock:

@@ -16,8 +16,10 @@ import pytest
 from checkpoint_executor import CUDACheckpointExecutor, doctor, host_facts, preflight, procfs, self_test
 from checkpoint_executor.doctor import ExitStatus, Options
 from checkpoint_executor.facts import StateQuery
+from checkpoint_executor.helper.preflight import inspect
 from checkpoint_executor.host_facts import Roots
-from checkpoint_executor.messages import Role
+from checkpoint_executor.messages import Role, Target
+from checkpoint_executor.preflight import Finding
 from checkpoint_executor.self_test import SelfTestSpec
 from tests.support.executor_harness import REPOSITORY, SoftMachine, state_of, wait_until
 
@@ -60,6 +62,18 @@ def test_collecting_and_judging_takes_a_tenth_of_what_a_start_may_lose(executor:
     # As on a GPU, where these processes would have to use CUDA.
     assert {finding.check for finding in findings} >= {"user_mode_driver"}
     assert elapsed_s < 0.5, f"{elapsed_s:.3f} s"
+
+
+def test_a_helper_inspects_its_workers_and_misses_none_that_ended(executor: CUDACheckpointExecutor) -> None:
+    gone = Target(1, 2**22 + 1, 0, "")
+    alive = Target(0, worker_pid(executor), procfs.start_time(worker_pid(executor)), "SOFT-0")
+
+    def find(asked: list[tuple[Target, StateQuery]]) -> tuple[Finding, ...]:
+        return inspect(asked, device_kind="soft", communication="suspend", ranks=2, front_door="own")
+
+    assert find([(alive, StateQuery(state="running")), (gone, StateQuery(message="gone"))]) == ()
+    [finding] = find([(alive, StateQuery(code=304))])
+    assert (finding.check, finding.about) == ("rights", f"rank 0 (pid {alive.pid})")
 
 
 # -- doctor --pid --------------------------------------------------------------------------------

@@ -1,0 +1,135 @@
+"""vLLM's own API server in a process of its own, with our executor below it, and a client for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from checkpoint_executor import procfs, status
+from tests.support.vllm_harness import EXECUTOR, PROMPT, REPOSITORY, VllmMachine
+from tests.support.vllm_waiting import DEADLINE_S, wait_until
+
+__all__ = ["Server"]
+
+
+class Server:
+    """``vllm serve`` in development mode."""
+
+    def __init__(self, machine: VllmMachine) -> None:
+        _write_tokenizer(machine.model)
+        self.machine = machine
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.log_path = machine.folder / "server.log"
+        environ = {
+            **os.environ,
+            **machine.environment(1, VLLM_SERVER_DEV_MODE="1"),
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)]),
+        }
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(machine.model)]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "soft"]
+        command += ["--load-format", "dummy", "--max-model-len", "512", "--enable-sleep-mode"]
+        command += ["--enable-server-load-tracking"]
+        command += ["--distributed-executor-backend", EXECUTOR]
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
+
+    def wait_ready(self) -> None:
+        def ready() -> bool:
+            assert self.process.poll() is None, self.log_path.read_text()[-4000:]
+            try:
+                return self.get("/health")[0] == 200
+            except OSError:
+                return False
+
+        wait_until(ready, "the server answers", 3 * DEADLINE_S)
+
+    @property
+    def status(self) -> status.Status:
+        (found,) = self.machine.statuses()
+        return found
+
+    def get(self, path: str) -> tuple[int, Any]:
+        return self._request(urllib.request.Request(self._url(path)))
+
+    def post(self, path: str, body: object = None) -> tuple[int, Any]:
+        data = b"" if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        return self._request(urllib.request.Request(self._url(path), data=data, headers=headers, method="POST"))
+
+    def tokens(self, count: int = 24) -> str:
+        """Greedy completion after the usual prompt, as text of token names."""
+        body = {"model": "soft", "prompt": PROMPT, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+        code, answer = self.post("/v1/completions", body)
+        assert code == 200, answer
+        return str(answer["choices"][0]["text"])
+
+    def requests_in_flight(self) -> int:
+        """Requests that the server has taken and not answered."""
+        return int(self.get("/load")[1]["server_load"])
+
+    def connect_and_leave(self) -> None:
+        """A client that sends a request, and goes before it has an answer."""
+        before = self.requests_in_flight()
+        body = json.dumps({"model": "soft", "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", self.port)) as client:
+            client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            wait_until(lambda: self.requests_in_flight() == before + 1, "the request was taken")
+        wait_until(lambda: self.requests_in_flight() == before, "the request was dropped")
+
+    def is_unhealthy(self) -> bool:
+        try:
+            return self.get("/health")[0] >= 500
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        pids = [self.process.pid]
+        for found in self.machine.statuses():
+            pids += [found.pid, *found.processes.values()]
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(DEADLINE_S)
+        finally:
+            self.process.kill()
+            self.process.wait()
+        for pid in pids:
+            wait_until(lambda pid=pid: not procfs.is_alive(pid), f"{pid} is gone", 10)  # type: ignore[misc]
+
+    def _url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
+
+    @staticmethod
+    def _request(request: urllib.request.Request) -> tuple[int, Any]:
+        try:
+            with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:
+                return reply.status, _decoded(reply.read())
+        except urllib.error.HTTPError as error:
+            return error.code, _decoded(error.read())
+
+
+def _decoded(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return data.decode()
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """One word for each token: the server wants a tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(32000)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

@@ -1,0 +1,105 @@
+"""The development endpoints of vLLM's API server, through our executor."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.support.vllm_harness import VllmMachine
+from tests.support.vllm_server import Server
+from tests.support.vllm_waiting import wait_until
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    machine = VllmMachine()
+    made = Server(machine)
+    try:
+        made.wait_ready()
+        yield made
+    finally:
+        made.close()
+        machine.close()
+
+
+def test_sleep_level_1_and_wake_over_http(server: Server) -> None:
+    before = server.tokens()
+    assert server.post("/sleep?level=1") == (200, {"status": "sleeping", "level": 1})
+    assert server.machine.used_bytes() == [0]
+    assert server.get("/is_sleeping") == (200, {"is_sleeping": True})
+    assert server.get("/health")[0] == 200
+    code, answer = server.post("/wake_up")
+    assert (code, answer["status"]) == (200, "awake")
+    assert server.get("/is_sleeping") == (200, {"is_sleeping": False})
+    assert server.tokens() == before
+
+
+def test_repeated_sleep_and_level_0_over_http_while_asleep(server: Server) -> None:
+    for path in ("/sleep?level=1", "/sleep?level=1", "/sleep?level=0&mode=keep"):
+        assert server.post(path)[0] == 200
+    assert server.status.phase == "checkpointed"
+    assert server.post("/wake_up")[0] == 200
+
+
+def test_partial_wake_over_http(server: Server) -> None:
+    before = server.tokens()
+    server.post("/sleep?level=1")
+    assert server.post("/wake_up?tags=weights")[1] == {"status": "sleeping", "tags": ["weights"]}
+    assert server.get("/is_sleeping") == (200, {"is_sleeping": True})
+    assert server.post("/wake_up?tags=kv_cache")[1] == {"status": "awake", "tags": ["kv_cache"]}
+    assert server.tokens() == before
+
+
+def test_release_over_http(server: Server) -> None:
+    before = server.tokens()
+    assert server.post("/release_kv_cache_memory")[0] >= 400
+    assert server.post("/sleep?level=0&mode=keep")[0] == 200
+    assert server.post("/release_kv_cache_memory") == (200, {"status": "kv_cache_released"})
+    assert server.status.phase == "awake"
+    assert server.status.sleeping == ("kv_cache",)
+    assert server.post("/wake_up?tags=kv_cache")[1]["status"] == "awake"
+    assert server.tokens() == before
+
+
+def test_collective_rpc_over_http_is_refused_asleep(server: Server) -> None:
+    assert server.post("/collective_rpc", {"method": "known_requests"})[0] == 200
+    server.post("/sleep?level=1")
+    assert server.post("/collective_rpc", {"method": "known_requests"})[0] >= 400
+    assert server.get("/health")[0] == 200
+    server.post("/wake_up")
+    assert server.post("/collective_rpc", {"method": "known_requests"})[0] == 200
+
+
+def test_level_2_over_http_is_refused_and_wake_resumes(server: Server) -> None:
+    before = server.tokens()
+    assert server.post("/sleep?level=2")[0] >= 400
+    assert server.get("/health")[0] == 200
+    assert server.post("/wake_up")[0] == 200
+    assert server.tokens() == before
+
+
+def test_requests_that_come_while_asleep_wait_and_a_disconnect_is_harmless(server: Server) -> None:
+    before = server.tokens()
+    server.post("/sleep?level=1")
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(server.tokens) for _ in range(2)]
+        wait_until(lambda: server.requests_in_flight() == 2, "both are queued")
+        server.connect_and_leave()
+        assert server.post("/sleep?level=1&mode=keep")[0] == 200  # "abort" would abort what is queued
+        assert server.get("/is_sleeping") == (200, {"is_sleeping": True})
+        assert not any(request.done() for request in waiting)
+        assert server.machine.used_bytes() == [0]
+        server.post("/wake_up")
+        assert [request.result(30) for request in waiting] == [before, before]
+
+
+def test_a_dead_executor_shows_as_unhealthy(server: Server) -> None:
+    """The last test of the module: it ends the server."""
+    server.post("/sleep?level=1")
+    os.kill(server.status.processes["worker 0"], signal.SIGKILL)
+    wait_until(server.is_unhealthy, "the server is unhealthy or gone", 10)
+    server.machine.assert_empty()
