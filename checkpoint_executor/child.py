@@ -6,6 +6,7 @@ The helper and the workers never import each other; what both need stands here.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from select import POLLIN, poll
 
 import msgspec
@@ -22,9 +24,9 @@ import zmq
 
 from checkpoint_executor import procfs, wire
 from checkpoint_executor.child_spec import ChildSpec
-from checkpoint_executor.driver_states import DriverError
+from checkpoint_executor.driver_states import DriverCode, DriverError, Verb
 from checkpoint_executor.errors import WireError
-from checkpoint_executor.faults import Fault, Injection
+from checkpoint_executor.faults import Fault, Injection, armed_name
 from checkpoint_executor.messages import ErrorInfo, Hello, Role, StageReply, ToChild, ToParent
 
 __all__ = ["Channel", "FaultPlan", "die_with_parent", "error_info", "parse_spec"]
@@ -163,13 +165,29 @@ class FaultPlan:
     """The injections that concern this process; counts how often each was met. Empty on real devices."""
 
     def __init__(self, spec: ChildSpec) -> None:
+        soft = spec.device_kind == "soft"
+        self._role = spec.role
         #: With each injection, how many times it still passes unharmed and how many times it is still committed.
-        self._left = [(i, [i.skip, i.times]) for i in spec.faults if i.role is spec.role]
+        self._left = [(i, [i.skip, i.times]) for i in spec.faults if soft and i.role is spec.role]
+        #: Where faults are armed while we run; None: nowhere.
+        self._folder = Path(spec.runtime_dir) if soft and spec.runtime_dir else None
         self._lock = threading.Lock()
+
+    def _take_armed(self, stage: str, rank: int) -> None:
+        if self._folder is None:
+            return
+        path = self._folder / armed_name(self._role, rank, stage)
+        try:
+            injection = msgspec.json.decode(path.read_bytes(), type=Injection)
+            path.unlink()
+        except FileNotFoundError:
+            return
+        self._left.append((injection, [injection.skip, injection.times]))
 
     def take(self, stage: str, rank: int) -> Injection | None:
         """The fault to commit now, if any."""
         with self._lock:
+            self._take_armed(stage, rank)
             for injection, left in self._left:
                 if (injection.stage, injection.rank) != (stage, rank) or left[1] == 0:
                     continue
@@ -197,6 +215,15 @@ class FaultPlan:
                     threading.Event().wait(fault.delay_s)
                 case Fault.EXCEPTION:
                     raise RuntimeError(f"injected into {stage}")
+                case Fault.OUT_OF_MEMORY if self._role is Role.WORKER:
+                    raise MemoryError(f"injected into {stage}")
+                # A verb's errors are made where it is called, so that its states are read before and after.
+                case Fault.OUT_OF_MEMORY if stage not in set(Verb):
+                    raise DriverError(stage, DriverCode.OUT_OF_MEMORY, detail="injected")
+                case Fault.DRIVER_ERROR if stage not in set(Verb):
+                    raise DriverError(stage, fault.code, detail="injected")
+                case Fault.FULL_DIRECTORY if self._folder is not None:
+                    _fill(self._folder)
         yield fault
 
     @staticmethod
@@ -214,6 +241,24 @@ class FaultPlan:
             case Fault.DUPLICATE_REPLY:
                 channel.send(reply)
         channel.send(reply)
+
+
+#: The largest file system that :func:`_fill` fills: one that was made for it.
+_SMALL_BYTES = 4 << 20
+
+
+def _fill(folder: Path) -> None:
+    """Leave no byte free where ``folder`` is."""
+    status = os.statvfs(folder)
+    if status.f_blocks * status.f_frsize > _SMALL_BYTES:
+        raise RuntimeError(f"{folder} is not on a small file system of its own: not filled")
+    with (folder / "ballast").open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
 
 
 class Stopwatch:

@@ -24,6 +24,7 @@ class ChildSpec(Struct, frozen=True, forbid_unknown_fields=True):
     device_id: str = ""
     communication: str = "suspend"
     retain_backup: bool = True
+    verify_weights: bool = False
     #: Largest single frame of user data that the parent takes.
     max_payload_bytes: int = 64 << 30
     soft_root: str = ""
@@ -32,6 +33,10 @@ class ChildSpec(Struct, frozen=True, forbid_unknown_fields=True):
     locks_dir: str = ""
     #: Whom the worker lets trace it (``PR_SET_PTRACER``).
     helper_pid: int = 0
+    #: Whose workers they are, ``"own"`` or ``"vllm"`` (preflight).
+    front_door: str = "own"
+    #: Preflight checks whose blockers do not count.
+    ignore_preflight: tuple[str, ...] = ()
     faults: tuple[Injection, ...] = ()
 
     @property

@@ -57,7 +57,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"checkpoint-executor {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="sleep and wake an example model, and compare what it decodes"))
+    _add_doctor(commands.add_parser("doctor", help="look for what stands in the way of a sleep"))
     return parser
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    from checkpoint_executor import doctor
+
+    doctor.add_arguments(parser)
+    parser.set_defaults(run=doctor.run)
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:

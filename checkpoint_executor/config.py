@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from checkpoint_executor import communication
+from checkpoint_executor import communication, preflight
 from checkpoint_executor.errors import ConfigError
 from checkpoint_executor.faults import Injection
 from checkpoint_executor.messages import DeadlineClass
@@ -54,10 +54,14 @@ class ExecutorConfig(Struct, frozen=True, forbid_unknown_fields=True):
         retain_backup: keep the host memory of the weights' backup while awake, so that the next sleep is fast.
         deadlines: see :class:`Deadlines`.
         wake_margin_bytes: free device memory that admission asks for beyond what waking needs.
+        host_margin_bytes: available host memory that admission asks for beyond what a checkpoint moves there.
+        verify_weights: compare a hash of every weight allocation, taken on the device before the sleep, with one taken
+            after its wake; a difference is fatal and named.
         runtime_dir: where the private 0700 directory of this executor is made; by default the user's.
         soft_root, soft_capacity_bytes: where the software devices live, and the size of a new one.
         max_payload_bytes: largest single frame of user data.
         worker_env: environment variables added for the workers.
+        ignore_preflight: preflight checks (``docs/preflight.md``) whose blockers shall not keep it from starting.
         faults: what shall go wrong; for tests, on the software device only.
     """
 
@@ -69,11 +73,14 @@ class ExecutorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     retain_backup: bool = True
     deadlines: Deadlines = Deadlines()
     wake_margin_bytes: int = 64 << 20
+    host_margin_bytes: int = 256 << 20
+    verify_weights: bool = False
     runtime_dir: str | None = None
     soft_root: str | None = None
     soft_capacity_bytes: int | None = None
     max_payload_bytes: int = 64 << 30
     worker_env: dict[str, str] = {}
+    ignore_preflight: tuple[str, ...] = ()
     faults: tuple[Injection, ...] = ()
 
 
@@ -115,13 +122,13 @@ def validate(config: ExecutorConfig, environ: Mapping[str, str], device_kind: st
     """
     problems = _value_problems(config)
     warnings: tuple[str, ...] = ()
+    if unknown := sorted(set(config.ignore_preflight) - set(preflight.CHECKS)):
+        problems.append(f"ignore_preflight names no check: {', '.join(unknown)}")
     if config.faults and device_kind != "soft":
         problems.append("faults can be injected on the software device only")
     if device_kind == "cuda" and config.communication in ("suspend", "socket"):
         merged = {**environ, **config.worker_env}
-        found, warnings = communication.check_environment(
-            config.communication, config.tensor_parallel_size, merged
-        )
+        found, warnings = communication.check_environment(config.communication, config.tensor_parallel_size, merged)
         problems.extend(found)
     if problems:
         raise _config_error(problems)
@@ -162,8 +169,9 @@ def _value_problems(config: ExecutorConfig) -> list[str]:
             f"({config.deadlines.driver_s}): a lock that times out in the driver can be undone, a missed stage "
             "deadline cannot"
         )
-    if config.wake_margin_bytes < 0:
-        problems.append("wake_margin_bytes must not be negative")
+    for name in ("wake_margin_bytes", "host_margin_bytes"):
+        if getattr(config, name) < 0:
+            problems.append(f"{name} must not be negative")
     if config.max_payload_bytes < MAX_HEADER_BYTES:
         problems.append(f"max_payload_bytes must be at least {MAX_HEADER_BYTES}: messages of our own pass there too")
     if config.soft_capacity_bytes is not None and config.soft_capacity_bytes <= 0:

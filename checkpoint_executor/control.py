@@ -11,6 +11,7 @@ deadline class means in seconds, which exception a refusal becomes.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import shutil
 import threading
@@ -21,7 +22,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
-from checkpoint_executor import processes
+import msgspec
+
+from checkpoint_executor import preflight, processes
 from checkpoint_executor.config import ExecutorConfig
 from checkpoint_executor.coordinator import Coordinator, Phase, StageLists, Who
 from checkpoint_executor.errors import (
@@ -37,6 +40,7 @@ from checkpoint_executor.errors import (
     StartError,
     WorkerMethodError,
 )
+from checkpoint_executor.health import HealthRecord, HealthStatus, footprints
 from checkpoint_executor.messages import (
     HELPER,
     Answer,
@@ -72,6 +76,7 @@ from checkpoint_executor.messages import (
     WakeRequested,
     identity,
 )
+from checkpoint_executor.preflight import Finding, Severity
 from checkpoint_executor.processes import WatchedProcess
 from checkpoint_executor.report import CycleReport, StageReport
 from checkpoint_executor.transport import Transport, new_wake_descriptor
@@ -82,6 +87,9 @@ __all__ = ["Control", "OutgoingCall", "Request", "WorkerLink", "call_error"]
 
 #: So that a stream of messages cannot keep requests, deaths and deadlines waiting.
 _MESSAGES_A_TURN = 256
+
+
+_log = logging.getLogger(__name__)
 
 
 class WorkerLink(Protocol):
@@ -215,6 +223,9 @@ class Control:
         self._fatal: FatalError | None = None
         self.execution_methods: frozenset[str] = frozenset()
         self.last_report: CycleReport | None = None
+        #: What the preflight found at the start, the worst first.
+        self.findings: tuple[Finding, ...] = ()
+        self.health = HealthRecord(Phase.NEW, time.time())
         self._thread = threading.Thread(target=self._run, name="checkpoint-executor", daemon=True)
 
     # -- for callers, from any thread ------------------------------------------------------------
@@ -268,6 +279,11 @@ class Control:
     @property
     def paused(self) -> bool:
         return self._coordinator.state.paused
+
+    def status(self) -> HealthStatus:
+        """The status, for any thread."""
+        pids = {rank: child.pid for rank, child in self._children.copy().items() if child.role is Role.WORKER}
+        return self.health.status(footprints(pids, self._devices, self._bytes_by_name, self.last_report))
 
     @property
     def fatal(self) -> FatalError | None:
@@ -340,6 +356,7 @@ class Control:
 
     def _tell(self) -> None:
         """Tell the observer, before the caller has its answer and looks."""
+        self.health.phase_is(self.phase, self.sleeping, self.paused, time.time())
         if self._on_change is not None:
             now = (self.phase, self.sleeping, self.paused, self.last_report)
             if now != self._told:
@@ -425,6 +442,11 @@ class Control:
             case "build" | "introduce":
                 self._devices[reply.rank] = reply.device or ""
                 self.execution_methods |= frozenset(reply.execution_methods)
+            case "register":
+                self.findings += reply.findings
+                for finding in reply.findings:
+                    if finding.severity is Severity.WARNING:
+                        _log.warning("preflight:\n%s", preflight.explain([finding]))
             case "sleep_allocator" | "release_kv_cache" | "suspend_communicators" | "worker_sleep" | "worker_discard":
                 self._bytes_by_name.setdefault(reply.rank, {}).update(reply.figures)
 
@@ -441,7 +463,9 @@ class Control:
             case Send():
                 self._send(instruction)
             case ArmDeadline(_, _, deadline):
-                seconds = self.config.deadlines.seconds(deadline)
+                stage = self._coordinator.state.stage
+                wait_s = self._memory_wait_s() if stage is not None and stage.name == "admit_wake" else 0.0
+                seconds = self.config.deadlines.seconds(deadline) + wait_s
                 self._deadline = (time.monotonic() + seconds, instruction, seconds)
             case DisarmDeadline():
                 self._deadline = None
@@ -449,6 +473,7 @@ class Control:
                 self._answer(instruction)
             case Refuse(number):
                 self._tell()
+                self.health.refused(instruction.refusal, instruction.message, time.time())
                 self._requests.pop(number).future.set_exception(self._refusal(instruction))
             case Fail(number):
                 self._tell()
@@ -468,24 +493,43 @@ class Control:
                 self._link.send_exit(self)
             return
         self._recorder.sent(send.stage)
-        command = StageCommand(
-            send.cycle,
-            send.index,
-            send.stage,
-            send.ranks,
-            tags=send.tags,
-            restoring=send.restoring,
-            timeout_ms=int(self.config.deadlines.driver_lock_s * 1000) if send.stage == "lock" else 0,
-            needed_bytes=self._needed_bytes(send) if send.stage == "admit_wake" else (),
-            # Below the stage's own deadline, so that a wait that is too long is a refusal that can be retried.
-            wait_s=self.config.deadlines.driver_lock_s if send.stage == "admit_wake" else 0.0,
-            margin_bytes=self.config.wake_margin_bytes if send.stage == "admit_wake" else 0,
-            targets=self._targets() if send.stage == "register" else (),
-        )
+        command = StageCommand(send.cycle, send.index, send.stage, send.ranks, tags=send.tags, restoring=send.restoring)
+        command = msgspec.structs.replace(command, **self._arguments(send))
         if send.to_helper:
             self._send_to_helper(command)
         else:
             self._link.send_stage(self, command)
+
+    def _arguments(self, send: Send) -> dict[str, Any]:
+        """What a stage's command carries beside the tags."""
+        config = self.config
+        match send.stage:
+            case "register":
+                return {"targets": self._targets()}
+            case "lock":
+                return {"timeout_ms": int(config.deadlines.driver_lock_s * 1000)}
+            case "admit_sleep":
+                return {
+                    "needed_bytes": self._bytes_of(send, with_communicator=True),
+                    "margin_bytes": config.host_margin_bytes,
+                    # The driver moves about 2 GB/s (measured); half of that is counted on.
+                    "limit_bytes": int(config.deadlines.driver_s * 1e9),
+                }
+            case "admit_wake":
+                return {
+                    "needed_bytes": self._bytes_of(send, with_communicator=send.restoring),
+                    "margin_bytes": config.wake_margin_bytes,
+                    # Below the stage's own deadline, so that a wait that is too long is a refusal that can be retried.
+                    "wait_s": config.deadlines.driver_lock_s,
+                    "memory_wait_s": self._memory_wait_s(),
+                }
+            case _:
+                return {}
+
+    def _memory_wait_s(self) -> float:
+        """How long the wake in progress may wait for room."""
+        request = self._requests.get(self._coordinator.state.request or 0)
+        return request.event.wait_for_memory_s if request and isinstance(request.event, WakeRequested) else 0.0
 
     def _send_to_helper(self, message: StageCommand | Exit) -> None:
         try:
@@ -493,9 +537,11 @@ class Control:
         except ConnectionError:
             pass  # it is dying: its pidfd says so in this turn or the next, and the deadline holds otherwise
 
-    def _needed_bytes(self, send: Send) -> tuple[int, ...]:
-        tags = [f"device_{tag}" for tag in send.tags]
-        names = [*tags, "suspendable"] if send.restoring else tags
+    def _bytes_of(self, send: Send, *, with_communicator: bool) -> tuple[int, ...]:
+        """By rank, the device bytes of the stage's tags, and of the communicator if it gives them up."""
+        names = [f"device_{tag}" for tag in send.tags]
+        if with_communicator:
+            names.append("suspendable")
         return tuple(sum(self._bytes_by_name.get(rank, {}).get(name, 0) for name in names) for rank in send.ranks)
 
     def _targets(self) -> tuple[Target, ...]:
@@ -525,6 +571,7 @@ class Control:
         if answer.performed:
             self.last_report = report
         self._tell()
+        self.health.operated(report, time.time())
         request.future.set_result(report)
 
     def _refusal(self, refuse: Refuse) -> RefusedError:
@@ -549,6 +596,7 @@ class Control:
         survivors = processes.reap(self._children.values(), self.config.deadlines.reap_s)
         if cause.kind is not CauseKind.SHUTDOWN:
             self._fatal = self._fatal_error(cause, elapsed_s, survivors)
+            self.health.failed(cause.kind, cause.stage, str(self._fatal), time.time())
 
     def _fatal_error(self, cause: Cause, elapsed_s: float, survivors: tuple[int, ...]) -> FatalError:
         child = self._children.get(cause.rank) if cause.rank is not None else None
@@ -620,6 +668,9 @@ class Control:
 
     def _finish(self) -> None:
         """The end of the thread: nothing of the executor is left, and nobody is left waiting."""
+        if self._fatal is not None:
+            self.health.failed("crash", None, str(self._fatal), time.time())  # unless there is a cause already
+        self._tell()
         processes.kill_all(self._children.values())
         processes.reap(self._children.values(), self.config.deadlines.reap_s)
         with self._inbox_lock:

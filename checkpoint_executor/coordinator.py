@@ -111,6 +111,7 @@ class OnError(StrEnum):
 
     FATAL = "fatal"  #: something is uncertain: kill at once
     UNDO = "undo"  #: wait for all ranks, then undo the stages before it
+    WITHDRAW = "withdraw"  #: the stage itself touched nothing: wait for all ranks, then undo the stages before it
     REFUSE = "refuse"  #: nothing was touched yet: wait for all ranks, go back to where the operation began
     IGNORE = "ignore"  #: a reading for the report; go on without it
 
@@ -168,6 +169,7 @@ PREPARE_WORKSPACES = Stage("prepare_workspaces", Who.WORKERS, _HOOK, undone_by=(
 LOCK = Stage("lock", Who.HELPER, _DRIVER, OnError.UNDO, undone_by=(UNLOCK,))
 CHECKPOINT = Stage("checkpoint", Who.HELPER, _DRIVER)
 RESTORE = Stage("restore", Who.HELPER, _DRIVER)
+ADMIT_SLEEP = Stage("admit_sleep", Who.HELPER, _DRIVER, OnError.WITHDRAW)
 ADMIT_WAKE = Stage("admit_wake", Who.HELPER, _DRIVER, OnError.REFUSE)
 
 
@@ -191,6 +193,7 @@ OWN_STAGES = StageLists(
         Stage("suspend_communicators", Who.WORKERS, _SLEEP, undone_by=(RESUME_COMMUNICATORS, CONFIRM_RESUMED)),
         Stage("confirm_suspended", Who.WORKERS, _SLEEP),
         PREPARE_WORKSPACES,
+        ADMIT_SLEEP,
         LOCK,
         CHECKPOINT,
         measure("asleep"),
@@ -224,6 +227,7 @@ VLLM_STAGES = StageLists(
         Stage("worker_sleep", Who.WORKERS, _SLEEP),
         Stage("confirm_suspended", Who.WORKERS, _SLEEP),
         PREPARE_WORKSPACES,
+        ADMIT_SLEEP,
         LOCK,
         CHECKPOINT,
         measure("asleep"),
@@ -255,8 +259,9 @@ class State(Struct, frozen=True):
     locked: frozenset[int] = frozenset()
     #: Tags the wake in progress will have woken.
     wanted: frozenset[str] = frozenset()
-    #: Why the plan in progress is an undo.
+    #: Why the plan in progress is an undo, and which stage failed.
     undoing: tuple[tuple[int, ErrorInfo], ...] = ()
+    undone: str | None = None
     warnings: tuple[str, ...] = ()
     #: The deadline in force, and the stage with which it began: consecutive stages may share one.
     deadline: DeadlineClass | None = None
@@ -555,7 +560,7 @@ class Coordinator:
         return self._undo(s)
 
     def _is_fatal(self, s: State, stage: Stage, event: Replied) -> bool:
-        if stage.on_error is OnError.REFUSE:
+        if stage.on_error in (OnError.REFUSE, OnError.WITHDRAW):
             return False
         if stage.on_error is OnError.UNDO and self.undo_before_checkpoint and s.phase is Phase.SUSPENDING:
             # Undo only what is known: a rank that reads back as anything but running or locked is lost.
@@ -565,8 +570,8 @@ class Coordinator:
     def _undo(self, s: State) -> Step:
         """Mirror the completed stages, the failed one included: some of its ranks did succeed."""
         plan = tuple(mirror for stage in reversed(s.plan[: s.index + 1]) for mirror in stage.undone_by)
-        errors = s.errors
-        s = replace(s, phase=Phase.UNDOING, plan=plan, cycle=s.cycle + 1, index=-1, undoing=errors)
+        failed = s.plan[s.index].name
+        s = replace(s, phase=Phase.UNDOING, plan=plan, cycle=s.cycle + 1, index=-1, undoing=s.errors, undone=failed)
         return self._advance(s)
 
     def _finish(self, s: State) -> Step:
@@ -576,8 +581,9 @@ class Coordinator:
         phase, sleeping, paused = Phase.AWAKE, s.sleeping, s.paused
         if s.phase is Phase.UNDOING:
             sleeping = sleeping if self.stages.undo_wakes else frozenset(ALL_TAGS)
-            message = _undone_message(s.undoing, self.stages.undo_wakes)
-            done = Refuse(request, Refusal.UNDONE, message, errors=s.undoing, stage="lock")
+            refusal = Refusal.UNDONE if s.undone == LOCK.name else Refusal.NO_MEMORY
+            message = _undone_message(s, self.stages.undo_wakes)
+            done = Refuse(request, refusal, message, errors=s.undoing, stage=s.undone)
         elif operation is Operation.SLEEP:
             phase, sleeping = Phase.CHECKPOINTED, frozenset(ALL_TAGS)
         elif operation is Operation.RELEASE:
@@ -609,6 +615,7 @@ class Coordinator:
             locked=frozenset(),
             wanted=frozenset(),
             undoing=(),
+            undone=None,
             warnings=(),
             deadline=None,
             armed=0,
@@ -724,14 +731,15 @@ def _tags_problem(tags: tuple[str, ...] | None) -> str | None:
     return None
 
 
-def _undone_message(undoing: tuple[tuple[int, ErrorInfo], ...], undo_wakes: bool) -> str:
-    errors = "; ".join(f"rank {rank}: {error.message}" for rank, error in undoing)
+def _undone_message(s: State, undo_wakes: bool) -> str:
+    errors = "; ".join(f"rank {rank}: {error.message}" for rank, error in s.undoing)
     after = (
         "the executor is awake and serves on; the KV cache's contents are lost, as in any sleep"
         if undo_wakes
         else "the engine is unharmed, in ordinary level-1 sleep, and its scheduler is paused: call wake_up()"
     )
-    return f"the driver could not lock every rank ({errors}). The sleep was undone: {after}"
+    what = "the driver could not lock every rank" if s.undone == LOCK.name else "the sleep was not admitted"
+    return f"{what} ({errors}). The sleep was undone: {after}"
 
 
 def _brief(event: Event) -> str:

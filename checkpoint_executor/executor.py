@@ -29,6 +29,7 @@ from checkpoint_executor.errors import (
     InvalidRequestError,
     RpcTimeoutError,
 )
+from checkpoint_executor.health import HealthRecord, HealthStatus
 from checkpoint_executor.messages import (
     HELPER,
     Abandon,
@@ -45,6 +46,7 @@ from checkpoint_executor.messages import (
     WakeRequested,
     identity,
 )
+from checkpoint_executor.preflight import Finding
 from checkpoint_executor.report import CycleReport
 from checkpoint_executor.wire import Frame
 
@@ -191,12 +193,13 @@ class CUDACheckpointExecutor:
             )
         return self._control_call(lambda number: SleepRequested(number, level))
 
-    def wake_up(self, tags: Sequence[str] | None = None) -> CycleReport:
+    def wake_up(self, tags: Sequence[str] | None = None, *, wait_for_memory_s: float = 0.0) -> CycleReport:
         """Wake what sleeps. The first wake after a sleep restores the whole process, whatever the tags.
 
         Args:
             tags: ``"weights"``, ``"kv_cache"``, or None for all that sleeps. Duplicates count once; a tag that is
                 awake already warns and is a no-op.
+            wait_for_memory_s: how long to wait for room on the devices before it is refused, seconds.
 
         Returns:
             A report. The KV cache's contents are undefined after its wake.
@@ -209,10 +212,14 @@ class CUDACheckpointExecutor:
         """
         if isinstance(tags, str):
             raise InvalidRequestError(f"tags must be a list of tags, not the string {tags!r}. Nothing was touched")
+        if not 0 <= wait_for_memory_s < float("inf"):
+            raise InvalidRequestError(
+                f"wait_for_memory_s must be seconds, not {wait_for_memory_s!r}. Nothing was touched"
+            )
         named = None if tags is None else tuple(tags)
         if named is not None and not all(isinstance(tag, str) for tag in named):
             raise InvalidRequestError(f"tags must be strings, not {named!r}. Nothing was touched")
-        return self._control_call(lambda number: WakeRequested(number, named))
+        return self._control_call(lambda number: WakeRequested(number, named, wait_for_memory_s))
 
     def release_kv_cache_memory(self) -> CycleReport:
         """Drop the KV cache's memory and keep the weights. ``wake_up(["kv_cache"])`` brings it back and resumes.
@@ -260,6 +267,20 @@ class CUDACheckpointExecutor:
     def pids(self) -> dict[str, int]:
         """Process ids by name: ``"helper"``, ``"worker 0"`` and on."""
         return self._control.pids
+
+    def status(self) -> HealthStatus:
+        """Phase, counts, the last report and refusal, and what each rank has. Asks no worker; works in every phase."""
+        return self._control.status()
+
+    @property
+    def health(self) -> HealthRecord:
+        """Where events can be listened to; ``metrics.py`` does."""
+        return self._control.health
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What the preflight found at the start, the worst first."""
+        return self._control.findings
 
     def check_health(self) -> None:
         """Return if the executor serves or sleeps; quiet while asleep, and never a call to a worker.
@@ -392,11 +413,13 @@ class _OwnWorkers:
             device_id=ids[rank] if ids and role is Role.WORKER else "",
             communication=self._config.communication,
             retain_backup=self._config.retain_backup,
+            verify_weights=self._config.verify_weights,
             max_payload_bytes=self._config.max_payload_bytes,
             soft_root=self._config.soft_root or "",
             soft_capacity_bytes=self._config.soft_capacity_bytes,
             locks_dir=str(directories.locks_directory()),
             helper_pid=helper_pid,
+            ignore_preflight=self._config.ignore_preflight,
             faults=self._config.faults,
         )
 

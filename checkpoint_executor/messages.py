@@ -14,6 +14,7 @@ from enum import StrEnum
 from msgspec import Struct
 
 from checkpoint_executor.driver_states import ProcessState
+from checkpoint_executor.preflight import Finding
 
 __all__ = [
     "HELPER",
@@ -103,8 +104,12 @@ class StageCommand(Struct, frozen=True, tag="stage", forbid_unknown_fields=True)
     tags: tuple[str, ...] = ()
     #: Driver's own lock timeout, milliseconds.
     timeout_ms: int = 0
-    #: By rank, bytes that waking ``tags`` will take on the rank's device (admission).
+    #: By rank, bytes that waking ``tags`` will take on the rank's device, or that their sleep freed (admission).
     needed_bytes: tuple[int, ...] = ()
+    #: The most the driver can move within its deadline, bytes (admission of a sleep).
+    limit_bytes: int = 0
+    #: How long admission may wait for device memory to become free, seconds.
+    memory_wait_s: float = 0.0
     #: Free bytes that admission asks for beyond what is needed.
     margin_bytes: int = 0
     #: How long admission may wait for another executor's wake on the device, seconds.
@@ -190,6 +195,8 @@ class StageReply(Struct, frozen=True, tag="stage_reply", forbid_unknown_fields=T
     #: From ``build``: the GPU the worker opened, and its methods that are refused while anything sleeps.
     device: str | None = None
     execution_methods: tuple[str, ...] = ()
+    #: From ``register``, with one rank's reply: what the preflight found.
+    findings: tuple[Finding, ...] = ()
 
 
 class CallReply(Struct, frozen=True, tag="call_reply", forbid_unknown_fields=True):
@@ -220,6 +227,8 @@ class SleepRequested(Struct, frozen=True):
 class WakeRequested(Struct, frozen=True):
     request: int
     tags: tuple[str, ...] | None = None
+    #: How long admission may wait for room; decides nothing about order.
+    wait_for_memory_s: float = 0.0
 
 
 class ReleaseRequested(Struct, frozen=True):

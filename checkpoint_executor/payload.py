@@ -166,7 +166,9 @@ def _lower_torch(torch: Any, value: Any, where: str, buffers: list[Frame]) -> ob
     # still in flight.
     buffer = bytearray(value.numel() * value.element_size())
     if buffer:
-        raw = value.detach().contiguous().view(-1).view(torch.uint8)
+        # Conjugates and negatives are views of torch's own, whose bytes say something else.
+        plain = value.detach().resolve_conj().resolve_neg()
+        raw = plain.contiguous().view(-1).view(torch.uint8)
         torch.frombuffer(buffer, dtype=torch.uint8).copy_(raw)
     meta = _ArrayMeta(len(buffers), str(value.dtype).removeprefix("torch."), tuple(value.shape))
     buffers.append(buffer)

@@ -1,4 +1,9 @@
-"""Whether a wake will fit, decided before anything is touched.
+"""Whether a sleep or a wake will fit, decided before the driver is asked for anything.
+
+Before a sleep: host memory for what the driver is about to move, and proof that the ordinary sleep freed what it should
+have, since the driver drags the rest along at about 2 GB/s (measured) and would overrun its deadline.
+
+Before a wake:
 
 A driver restore that runs out of memory is permanent (measured: OUT_OF_MEMORY, then OPERATING_SYSTEM for ever), so
 the question must be asked first. Between the answer and the end of the wake, a lock per device keeps the user's
@@ -18,9 +23,10 @@ from pathlib import Path
 from msgspec import Struct
 
 from checkpoint_executor.helper.drivers import DeviceMemory
+from checkpoint_executor.helper.host_memory import Room
 from checkpoint_executor.messages import ErrorInfo
 
-__all__ = ["DeviceLocks", "judge"]
+__all__ = ["DeviceLocks", "Need", "judge_host", "judge_sleep", "judge_wake", "needs"]
 
 _RETRY_S = 0.005
 
@@ -32,7 +38,7 @@ class Need(Struct, frozen=True):
     margin_bytes: int
 
 
-def judge(device: str, memory: DeviceMemory, need: Need) -> ErrorInfo | None:
+def judge_wake(device: str, memory: DeviceMemory, need: Need) -> ErrorInfo | None:
     """None if there is room, otherwise the refusal."""
     missing = need.wake_bytes + need.margin_bytes - memory.free_bytes
     if missing <= 0:
@@ -49,6 +55,58 @@ def judge(device: str, memory: DeviceMemory, need: Need) -> ErrorInfo | None:
         missing_bytes=missing,
         device=device,
         holders=holders,
+    )
+
+
+#: How much less than expected the ordinary sleep may free: other processes come and go on the device.
+_SLACK_BYTES = 64 << 20
+
+
+def judge_sleep(held_bytes: int, freed_bytes: int | None, expected_bytes: int, limit_bytes: int) -> ErrorInfo | None:
+    """None if the driver may be asked to move what one rank still holds on its device, otherwise the refusal.
+
+    Args:
+        held_bytes: what the process holds. freed_bytes: what it held more before the sleep, None if not known.
+        expected_bytes: what the sleep should have freed. limit_bytes: the most that the driver can move in time.
+    """
+    if freed_bytes is not None and freed_bytes < expected_bytes - _SLACK_BYTES:
+        missing = expected_bytes - freed_bytes
+        return ErrorInfo(
+            kind="refused",
+            message=(
+                f"the ordinary sleep freed {freed_bytes >> 20} MiB of the {expected_bytes >> 20} MiB that it should have: "
+                f"{missing >> 20} MiB are still held, by something the allocator does not know"
+            ),
+            missing_bytes=missing,
+        )
+    if held_bytes > limit_bytes:
+        return ErrorInfo(
+            kind="refused",
+            message=(
+                f"{held_bytes >> 20} MiB are still on the device after the ordinary sleep; the driver moves about 2 GB/s "
+                f"and would miss its deadline with more than {limit_bytes >> 20} MiB. Allocate through "
+                "context.allocator, or raise deadlines.driver_s"
+            ),
+            missing_bytes=held_bytes - limit_bytes,
+        )
+    return None
+
+
+def judge_host(rooms: Iterable[Room], needed_bytes: int, margin_bytes: int) -> ErrorInfo | None:
+    """None if host memory is enough for what is about to move there, otherwise the refusal."""
+    tightest = min(rooms, key=lambda room: room.available_bytes)
+    missing = needed_bytes + margin_bytes - tightest.available_bytes
+    if missing <= 0:
+        return None
+    return ErrorInfo(
+        kind="refused",
+        message=(
+            f"host memory lacks {missing} bytes ({missing >> 20} MiB): the checkpoint moves {needed_bytes >> 20} MiB "
+            f"there, with a margin of {margin_bytes >> 20} MiB, and {tightest.name} has "
+            f"{tightest.available_bytes >> 20} MiB left"
+        ),
+        missing_bytes=missing,
+        device="host",
     )
 
 

@@ -27,14 +27,20 @@ from checkpoint_executor.driver_states import (
     Verb,
 )
 from checkpoint_executor.faults import Fault, Injection
-from checkpoint_executor.helper.admission import DeviceLocks, judge, needs
+from checkpoint_executor.helper import preflight
+from checkpoint_executor.helper.admission import DeviceLocks, judge_host, judge_sleep, judge_wake, needs
 from checkpoint_executor.helper.drivers import DeviceMemory, Driver
+from checkpoint_executor.helper.host_memory import rooms
 from checkpoint_executor.helper.targets import HeldTarget
-from checkpoint_executor.messages import DeviceReading, ErrorInfo, Exit, StageCommand, StageReply
+from checkpoint_executor.messages import DeviceReading, ErrorInfo, Exit, StageCommand, StageReply, Target
+from checkpoint_executor.preflight import Finding
 
 __all__ = ["serve"]
 
 Job = Callable[[], None]
+
+#: How often admission looks whether device memory has become free, seconds. A reading takes under a millisecond.
+_MEMORY_POLL_S = 0.02
 
 _VERBS = {str(verb): verb for verb in Verb}
 
@@ -135,7 +141,11 @@ class HelperService:
             for rank in command.ranks:
                 self._lanes[rank].put(lambda rank=rank: self._verb(command, verb, rank))  # type: ignore[misc]
             return
-        stage = {"register": self._register, "admit_wake": self._admit_wake}.get(command.stage, self._measure)
+        stage = {
+            "register": self._register,
+            "admit_sleep": self._admit_sleep,
+            "admit_wake": self._admit_wake,
+        }.get(command.stage, self._measure)
         self._readings.put(lambda: stage(command))
 
     def _reply(
@@ -149,6 +159,7 @@ class HelperService:
         after: ProcessState | None = None,
         reading: DeviceReading | None = None,
         figures: dict[str, int] | None = None,
+        findings: tuple[Finding, ...] = (),
         fault: Injection | None = None,
     ) -> None:
         reply = StageReply(
@@ -162,6 +173,7 @@ class HelperService:
             state_after=after,
             reading=reading,
             figures=figures or {},
+            findings=findings,
         )
         self._replies.put((reply, fault))
         os.eventfd_write(self._wake, 1)
@@ -236,7 +248,8 @@ class HelperService:
     # -- readings --------------------------------------------------------------------------------
 
     def _register(self, command: StageCommand) -> None:
-        """Take the targets; prove with a state query that each can be reached."""
+        """Take the targets, prove with a state query that each can be reached, and look for what stands in the way."""
+        answers: list[tuple[Target, Stopwatch, ErrorInfo | None, ProcessState | None]] = []
         for target in command.targets:
             watch = Stopwatch()
             error = state = None
@@ -251,7 +264,21 @@ class HelperService:
                 self._lanes[target.rank] = _Lane(f"target-{target.rank}")
             except Exception as failure:  # noqa: BLE001
                 error = error_info(failure)
-            self._reply(command, target.rank, watch.elapsed_s, error=error, after=state)
+            answers.append((target, watch, error, state))
+        findings = preflight.inspect(
+            [(target, preflight.query_of(state, error)) for target, _, error, state in answers],
+            device_kind=self._spec.device_kind,
+            communication=self._spec.communication,
+            ranks=self._spec.world_size,
+            front_door=self._spec.front_door,
+        )
+        # With the reply of the first rank that failed, or else the first: a finding may be about all of them.
+        told = next((answer for answer in answers if answer[2] is not None), answers[0])
+        for answer in answers:
+            target, watch, error, state = answer
+            mine = findings if answer is told else ()
+            error = preflight.refusal(mine, self._spec.ignore_preflight, error)
+            self._reply(command, target.rank, watch.elapsed_s, error=error, after=state, findings=mine)
 
     def _measure(self, command: StageCommand) -> None:
         if command.stage == "measure_woken":
@@ -266,43 +293,59 @@ class HelperService:
                 with self._faults.around(command.stage, rank) as fault:
                     device = self._targets[rank].target.device
                     memory = self._driver.device_memory(device)
+                    self._targets[rank].measured = memory
                     reading = DeviceReading(device, memory.used_bytes, memory.total_bytes)
             except Exception as failure:  # noqa: BLE001
                 error = error_info(failure)
             self._reply(command, rank, watch.elapsed_s, error=error, reading=reading, fault=fault)
 
+    def _admit_sleep(self, command: StageCommand) -> None:
+        """Look before the first lock: whatever is wrong now can still be undone."""
+        watch = Stopwatch()
+        moving: dict[int, int] = {}
+        errors: dict[int, ErrorInfo | None] = {}
+        faults: dict[int, Injection | None] = {}
+        for index, rank in enumerate(command.ranks):
+            try:
+                with self._faults.around(command.stage, rank) as fault:
+                    faults[rank] = fault
+                    held = self._targets[rank]
+                    now = self._driver.device_memory(held.target.device)
+                    held_bytes, freed_bytes = held.compare(now)
+                    moving[rank] = held_bytes
+                    expected = command.needed_bytes[index]
+                    errors[rank] = judge_sleep(held_bytes, freed_bytes, expected, command.limit_bytes)
+            except Exception as failure:  # noqa: BLE001
+                errors[rank] = error_info(failure)
+        for rank in moving:
+            if errors[rank] is None:
+                # All of it at once, since the ranks move at once; in one group or not is not worth telling apart.
+                limits = rooms(self._targets[rank].target.pid)
+                errors[rank] = judge_host(limits, sum(moving.values()), command.margin_bytes)
+        for rank in command.ranks:
+            self._reply(command, rank, watch.elapsed_s, error=errors[rank], fault=faults.get(rank))
+
     def _admit_wake(self, command: StageCommand) -> None:
         """All ranks or none: a wake must not begin on some of them."""
         watch = Stopwatch()
-        devices = {rank: self._targets[rank].target.device for rank in command.ranks}
         verdicts: dict[int, ErrorInfo | None] = dict.fromkeys(command.ranks)
         faults: dict[int, Injection | None] = {}
         readings: dict[int, DeviceReading] = {}
+        pause = threading.Event()
         try:
             for rank in command.ranks:
                 with self._faults.around(command.stage, rank) as fault:
                     faults[rank] = fault
-            busy = self._locks.acquire(devices.values(), command.wait_s)
-            if busy is not None:
-                message = (
-                    f"another executor has been waking on {busy} for {command.wait_s:g} s. Nothing was touched: "
-                    "call wake_up() again"
-                )
-                verdicts = dict.fromkeys(command.ranks, ErrorInfo("refused", message, device=busy))
-            else:
-                bytes_by_rank = {
-                    rank: needed + (self._targets[rank].checkpointed_bytes if command.restoring else 0)
-                    for rank, needed in zip(command.ranks, command.needed_bytes, strict=True)
-                }
-                wanted = needs(devices, bytes_by_rank, command.margin_bytes)
-                memories = {device: self._driver.device_memory(device) for device in wanted}
-                for rank, device in devices.items():
-                    verdicts[rank] = judge(device, memories[device], wanted[device])
-                    readings[rank] = DeviceReading(device, memories[device].used_bytes, memories[device].total_bytes)
+            while True:
+                verdicts, readings = self._try_to_admit(command)
+                if not any(verdicts.values()) or watch.elapsed_s >= command.memory_wait_s:
+                    break
+                # Nobody tells when device memory becomes free. The locks are not held meanwhile, so that whoever
+                # is to free it by waking and ending can do so.
+                pause.wait(_MEMORY_POLL_S)
         except Exception as failure:  # noqa: BLE001
-            verdicts = dict.fromkeys(command.ranks, error_info(failure))
-        if any(verdicts.values()):
             self._locks.release()
+            verdicts = dict.fromkeys(command.ranks, error_info(failure))
         for rank in command.ranks:
             self._reply(
                 command,
@@ -312,3 +355,28 @@ class HelperService:
                 reading=readings.get(rank),
                 fault=faults.get(rank),
             )
+
+    def _try_to_admit(self, command: StageCommand) -> tuple[dict[int, ErrorInfo | None], dict[int, DeviceReading]]:
+        """Verdict and reading by rank; the locks are held afterwards if all ranks are admitted."""
+        devices = {rank: self._targets[rank].target.device for rank in command.ranks}
+        busy = self._locks.acquire(devices.values(), command.wait_s)
+        if busy is not None:
+            message = (
+                f"another executor has been waking on {busy} for {command.wait_s:g} s. Nothing was touched: "
+                "call wake_up() again"
+            )
+            return dict.fromkeys(command.ranks, ErrorInfo("refused", message, device=busy)), {}
+        bytes_by_rank = {
+            rank: needed + (self._targets[rank].checkpointed_bytes if command.restoring else 0)
+            for rank, needed in zip(command.ranks, command.needed_bytes, strict=True)
+        }
+        wanted = needs(devices, bytes_by_rank, command.margin_bytes)
+        memories = {device: self._driver.device_memory(device) for device in wanted}
+        verdicts = {rank: judge_wake(device, memories[device], wanted[device]) for rank, device in devices.items()}
+        readings = {
+            rank: DeviceReading(device, memories[device].used_bytes, memories[device].total_bytes)
+            for rank, device in devices.items()
+        }
+        if any(verdicts.values()):
+            self._locks.release()
+        return verdicts, readings

@@ -7,6 +7,7 @@ import signal
 from select import POLLIN, poll
 
 from checkpoint_executor import procfs
+from checkpoint_executor.helper.drivers import DeviceMemory
 from checkpoint_executor.messages import Target
 
 __all__ = ["HeldTarget"]
@@ -38,6 +39,17 @@ class HeldTarget:
         self._leads_group = os.getpgid(target.pid) == target.pid
         #: Device bytes the driver gave back when it checkpointed the process: what its restore will take.
         self.checkpointed_bytes = 0
+        #: The device when it was last measured.
+        self.measured: DeviceMemory | None = None
+
+    def compare(self, now: DeviceMemory) -> tuple[int, int | None]:
+        """Device bytes it holds now, and how many fewer than when measured; of the whole device, and None, if NVML does
+        not tell processes apart."""
+        mine = dict(now.holders).get(self.target.pid)
+        if mine is None:
+            return now.used_bytes, None
+        before = None if self.measured is None else dict(self.measured.holders).get(self.target.pid)
+        return mine, None if before is None else before - mine
 
     @property
     def is_stopped(self) -> bool:

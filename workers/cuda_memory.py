@@ -420,6 +420,23 @@ class CudaAllocator:
             figures = {tag: self._allocated_bytes(tag) if tag in awake else 0 for tag in ALL_TAGS}
             return {**figures, "copied": copied}
 
+    def fingerprints(self, tag: str) -> dict[str, bytes]:
+        """A hash of every allocation, by address and size, taken on the device at memory speed.
+
+        Raises:
+            ValueError: unknown or sleeping tag. RuntimeError: no NVRTC, so nothing can be hashed.
+        """
+        self._check_usable(tag)
+        if self._hasher is None:
+            raise RuntimeError("this device cannot hash its memory: NVRTC is missing (see the log)")
+        with self._lock:
+            self.context.synchronize()
+            self._collect()
+            regions = [region for block in self._blocks_of(tag) for region in _regions(block)]
+            hashes = self._hasher([(region.address, region.size_bytes) for region in regions])
+            names = (f"{region.size_bytes} bytes at {region.address:#x}" for region in regions)
+            return dict(zip(names, hashes, strict=True))
+
     def wake(self, tags: Sequence[str]) -> dict[str, int]:
         """Make the tags resident at their old addresses. ``weights`` get their bytes back, the contents of the others
         are undefined. A tag that is awake is left alone.

@@ -79,6 +79,13 @@ class Allocator(Protocol):
         dropped, ``copied`` really copied (less than ``weights`` where the backup was proven right)."""
         ...
 
+    def fingerprints(self, tag: str) -> dict[str, bytes]:
+        """A hash of every allocation of a resident tag, by address and size, taken on the device.
+
+        Raises RuntimeError if the device cannot hash.
+        """
+        ...
+
     def wake(self, tags: Sequence[str]) -> dict[str, int]:
         """Make the tags resident at their old addresses; ``weights`` get their bytes back. Returns bytes by tag.
 

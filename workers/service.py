@@ -28,6 +28,7 @@ from checkpoint_executor.child import (
 from checkpoint_executor.child_spec import ChildSpec
 from checkpoint_executor.faults import Fault, Injection
 from checkpoint_executor.messages import BuildWorker, Call, CallReply, ErrorInfo, Exit, StageCommand, StageReply
+from checkpoint_executor.tags import WEIGHTS
 from checkpoint_executor.workers.protocols import DeviceRuntime
 from checkpoint_executor.workers.worker import Worker, WorkerContext, execution_methods
 
@@ -99,6 +100,8 @@ class WorkerService:
         self._faults = FaultPlan(spec)
         self._runtime: DeviceRuntime | None = None
         self._worker: Worker | None = None
+        #: Hashes of the weights before the sleep, where they are to be verified.
+        self._weights: dict[str, bytes] = {}
 
     def run(self) -> None:
         while True:
@@ -253,13 +256,16 @@ class WorkerService:
         self.runtime.synchronize()
         # Before, since tensors that end with the sleep do not come back; in whole device blocks, as a wake takes them.
         device = {f"device_{tag}": size for tag, size in self.runtime.allocator.tag_bytes().items()}
+        if self._spec.verify_weights:
+            self._weights = self.runtime.allocator.fingerprints(WEIGHTS)
         figures = self.runtime.allocator.sleep()
         return {**figures, **device, **self.runtime.trim()}
 
     def _suspend_communicators(self) -> Figures:
         communicator = self.runtime.communicator
-        if communicator.needs_suspend:
-            communicator.suspend()
+        if not communicator.needs_suspend:
+            return {}
+        communicator.suspend()
         return communicator.memory_bytes()
 
     def _confirm_suspended(self) -> Figures:
@@ -302,8 +308,18 @@ class WorkerService:
     def _wake_allocator(self, tags: tuple[str, ...]) -> Figures:
         figures = self.runtime.allocator.wake(tags)
         self.runtime.synchronize()
+        if self._spec.verify_weights and WEIGHTS in tags:
+            self._verify_weights()
         self.worker.after_wake(tags)
         return figures
+
+    def _verify_weights(self) -> None:
+        """Raises RuntimeError if an allocation did not come back as it was."""
+        now = self.runtime.allocator.fingerprints(WEIGHTS)
+        # Tensors may have died since; none can have been made while asleep.
+        wrong = sorted(name for name, fingerprint in now.items() if self._weights.get(name) != fingerprint)
+        if wrong:
+            raise RuntimeError(f"weights did not come back as they were: {', '.join(wrong[:8])} ({len(wrong)} in all)")
 
     def _release(self, tags: tuple[str, ...]) -> Figures:
         self.runtime.synchronize()

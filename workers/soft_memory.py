@@ -12,6 +12,7 @@ end of a tensor only notes its segment; the device hears of it at the allocator'
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import mmap
 import weakref
 from collections import deque
@@ -253,6 +254,18 @@ class SoftAllocator:
                 self._drop(tag)
         figures = {tag: self._bytes_of(tag) if tag in awake else 0 for tag in ALL_TAGS}
         return {**figures, "copied": copied}
+
+    def fingerprints(self, tag: str) -> dict[str, bytes]:
+        """A hash of every allocation, by address and size. Raises ValueError (unknown or sleeping tag)."""
+        self._check_usable(tag)
+        self._collect()
+        return {
+            f"{block.segment.size_bytes} bytes at {address:#x}": hashlib.blake2b(
+                block.segment.read(), digest_size=16
+            ).digest()
+            for address, block in self._blocks.items()
+            if block.tag == tag
+        }
 
     def wake(self, tags: Sequence[str]) -> dict[str, int]:
         """Make the tags resident at their old addresses. ``weights`` get their bytes back, the contents of the others

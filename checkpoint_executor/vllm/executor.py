@@ -214,6 +214,8 @@ class CUDACheckpointExecutor(MultiprocExecutor):  # type: ignore[misc, unused-ig
             communication=self._communication,
             soft_root=self.soft_root(),
             locks_dir=str(directories.locks_directory()),
+            front_door="vllm",
+            ignore_preflight=self._config.ignore_preflight,
             faults=self.helper_faults(),
         )
         self._endpoint = spec.endpoint

@@ -47,7 +47,10 @@ _ABSENT = (
 
 #: Environment variables that make vLLM use PyTorch's own NCCL communicators, which nobody suspends.
 _INDEPENDENT_NCCL = (
-    ("VLLM_DISTRIBUTED_USE_SPLIT_GROUP", "it makes PyTorch create NCCL communicators of its own, which nobody suspends"),
+    (
+        "VLLM_DISTRIBUTED_USE_SPLIT_GROUP",
+        "it makes PyTorch create NCCL communicators of its own, which nobody suspends",
+    ),
     ("VLLM_DISABLE_PYNCCL", "collectives would fall back to PyTorch's NCCL communicator, which nobody suspends"),
 )
 
@@ -91,7 +94,9 @@ def _check_parallel(verdict: Verdict, config: Any, standard_worker: str) -> None
         if getattr(parallel, name, False):
             verdict.problems.append(f"{name}=True: not supported: {what}")
     if parallel.worker_cls not in ("auto", standard_worker):
-        verdict.problems.append(f"worker_cls={parallel.worker_cls}: only vLLM's own GPU worker ({standard_worker}) is supported")
+        verdict.problems.append(
+            f"worker_cls={parallel.worker_cls}: only vLLM's own GPU worker ({standard_worker}) is supported"
+        )
     if parallel.worker_extension_cls:
         verdict.problems.append(
             f"worker_extension_cls={parallel.worker_extension_cls}: an extension may hold CUDA memory that a checkpoint "
@@ -141,14 +146,18 @@ def _check_outside_memory(verdict: Verdict, config: Any) -> None:
         if getattr(config, name, None) is not None:
             verdict.problems.append(f"{name} is set: {why}; not supported")
     if getattr(config.cache_config, "kv_offloading_size", None) is not None:
-        verdict.problems.append("kv_offloading_size is set: the offloaded KV cache is outside the checkpoint; not supported")
+        verdict.problems.append(
+            "kv_offloading_size is set: the offloaded KV cache is outside the checkpoint; not supported"
+        )
     multimodal = getattr(config.model_config, "multimodal_config", None)
     ipc = getattr(multimodal, "mm_tensor_ipc", "direct_rpc")
     if ipc != "direct_rpc":
         verdict.problems.append(f"mm_tensor_ipc={ipc!r}: shares memory with the front end; must be 'direct_rpc'")
     load = getattr(config, "load_config", None)
     if str(getattr(load, "load_format", "")) in ("ipc_cache", "modelexpress"):
-        verdict.problems.append(f"load_format={load.load_format!r}: weights come from another process by CUDA IPC or RDMA; not supported")
+        verdict.problems.append(
+            f"load_format={load.load_format!r}: weights come from another process by CUDA IPC or RDMA; not supported"
+        )
     profiler = getattr(getattr(config, "profiler_config", None), "profiler", None)
     if profiler is not None:
         verdict.warnings.append(
@@ -162,7 +171,9 @@ def _check_communication(verdict: Verdict, config: Any, environ: Mapping[str, st
     suspend = bool(getattr(config.model_config, "enable_nccl_comm_suspend", False))
     detected = communication.detect_communication(environ)
     # The flag decides which configuration is meant; without it, only a complete socket environment is one.
-    verdict.communication = communication.SUSPEND if suspend or detected != communication.SOCKET else communication.SOCKET
+    verdict.communication = (
+        communication.SUSPEND if suspend or detected != communication.SOCKET else communication.SOCKET
+    )
     problems, warnings = communication.check_environment(verdict.communication, size, environ, vllm=True)
     verdict.problems.extend(problems)
     verdict.warnings.extend(warnings)
@@ -174,7 +185,9 @@ def _check_communication(verdict: Verdict, config: Any, environ: Mapping[str, st
             "its restore fails for ever (or choose the socket-only environment, see docs/vllm.md)"
         )
     if not parallel.disable_custom_all_reduce:
-        verdict.problems.append("disable_custom_all_reduce=True is missing: vLLM's own all-reduce holds CUDA IPC memory")
+        verdict.problems.append(
+            "disable_custom_all_reduce=True is missing: vLLM's own all-reduce holds CUDA IPC memory"
+        )
     if getattr(parallel, "enable_batch_sharded_sampling", None):
         verdict.problems.append(
             "enable_batch_sharded_sampling=True: it makes an NCCL communicator of PyTorch's own, which nobody suspends"

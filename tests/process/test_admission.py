@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,9 @@ STAGING_BYTES = 1 * MIB
 RANKS = 2
 
 
-def make(machine: SoftMachine, ranks: int = RANKS, **options: object) -> CUDACheckpointExecutor:
-    return machine.make(ranks=ranks, **{"soft_capacity_bytes": CAPACITY_BYTES, "wake_margin_bytes": 0, **options})
+def make(machine: SoftMachine, ranks: int = RANKS, **options: Any) -> CUDACheckpointExecutor:
+    given: dict[str, Any] = {"soft_capacity_bytes": CAPACITY_BYTES, "wake_margin_bytes": 0, **options}
+    return machine.make(ranks=ranks, **given)
 
 
 def assert_refused(

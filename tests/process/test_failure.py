@@ -129,9 +129,7 @@ def test_a_reading_that_fails_is_not_fatal(machine: SoftMachine) -> None:
 @pytest.mark.parametrize(
     "hook", ["before_sleep", "first.checkpoint_prepare", "second.checkpoint_restore", "after_wake weights+kv_cache"]
 )
-def test_an_exception_in_a_users_hook_is_fatal_and_arrives_with_its_traceback(
-    machine: SoftMachine, hook: str
-) -> None:
+def test_an_exception_in_a_users_hook_is_fatal_and_arrives_with_its_traceback(machine: SoftMachine, hook: str) -> None:
     executor = machine.make(HookWorker, ranks=RANKS, worker_kwargs={"fails": hook, "on_rank": 1})
     error = fail(machine, executor, FatalError, lambda: go_through(executor))
     assert error.rank == 1

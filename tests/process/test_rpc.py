@@ -360,7 +360,7 @@ def test_a_worker_that_dies_ends_the_wait(machine: SoftMachine, gate: Gate) -> N
     call = in_thread(executor.collective_rpc, "wait_at", args=(gate.path,))
     gate.wait_reached(2)
     os.kill(pids["worker 1"], signal.SIGKILL)
-    with pytest.raises(ProcessDiedError, match="worker 1.*signal 9") as caught:
+    with pytest.raises(ProcessDiedError, match=r"worker 1.*signal 9") as caught:
         call.result(DEADLINE_S)
     assert (caught.value.rank, caught.value.pid, caught.value.exit_status) == (1, pids["worker 1"], -9)
     assert_failed(machine, executor, caught.value, pids)

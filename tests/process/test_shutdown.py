@@ -127,9 +127,15 @@ def test_the_context_manager_ends_it(machine: SoftMachine) -> None:
 
 
 def test_the_context_manager_ends_it_after_an_exception(machine: SoftMachine) -> None:
-    with pytest.raises(ZeroDivisionError), machine.make(ranks=RANKS) as executor:
-        executor.sleep()
-        _ = 1 / 0
+    executor = machine.make(ranks=RANKS)
+
+    def sleep_and_raise() -> None:
+        with executor:
+            executor.sleep()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        sleep_and_raise()
     assert_over(machine, executor)
 
 
@@ -149,11 +155,15 @@ def test_garbage_collection_on_the_control_thread_ends_it(machine: SoftMachine) 
     executor = unregistered(machine)
     control, gone = executor._control, weakref.ref(executor)
     executor.cycle = executor  # type: ignore[attr-defined]
+
+    def collect() -> None:
+        gc.collect()
+
     gc.disable()
     try:
         del executor
         assert gone() is not None
-        assert control.post(lambda: gc.collect() and None)
+        assert control.post(collect)
         assert control.join(DEADLINE_S)
     finally:
         gc.enable()

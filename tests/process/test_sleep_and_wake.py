@@ -268,11 +268,14 @@ def test_the_first_partial_wake_restores_the_whole_process(
 def test_it_is_sleeping_until_all_tags_are_awake(executor: CUDACheckpointExecutor) -> None:
     assert not executor.is_sleeping
     executor.sleep()
-    assert (executor.is_sleeping, executor.sleeping_tags) == (True, {"weights", "kv_cache"})
+    assert executor.is_sleeping
+    assert executor.sleeping_tags == {"weights", "kv_cache"}
     executor.wake_up(["weights"])
-    assert (executor.is_sleeping, executor.sleeping_tags) == (True, {"kv_cache"})
+    assert executor.is_sleeping
+    assert executor.sleeping_tags == {"kv_cache"}
     executor.wake_up(["kv_cache"])
-    assert (executor.is_sleeping, executor.sleeping_tags) == (False, frozenset())
+    assert not executor.is_sleeping
+    assert executor.sleeping_tags == frozenset()
 
 
 def test_weights_can_be_used_after_a_partial_wake_and_the_kv_cache_cannot(executor: CUDACheckpointExecutor) -> None:

@@ -28,9 +28,7 @@ DELAY_S = 0.2
 
 
 @pytest.mark.parametrize("held", range(RANKS))
-def test_no_rank_is_checkpointed_before_all_are_locked(
-    executor: CUDACheckpointExecutor, gate: Gate, held: int
-) -> None:
+def test_no_rank_is_checkpointed_before_all_are_locked(executor: CUDACheckpointExecutor, gate: Gate, held: int) -> None:
     other = 1 - held
     executor.collective_rpc("hold_device", args=(held, gate.path))
     gate.wait_reached()

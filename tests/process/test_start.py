@@ -48,9 +48,11 @@ class NoWorker:
     pass
 
 
-def assert_start_fails(machine: SoftMachine, *arguments: Any, match: str, **options: Any) -> StartError:
+def assert_start_fails(
+    machine: SoftMachine, worker: type | str = RawWorker, *, match: str, **options: Any
+) -> StartError:
     with pytest.raises(StartError, match=match) as caught:
-        machine.make(*arguments, ranks=RANKS, **options)
+        machine.make(worker, RANKS, **options)
     assert not caught.value.executor_alive
     machine.assert_empty()
     return caught.value

@@ -1,4 +1,4 @@
-"""A lock that fails is undone: nothing was checkpointed yet, so the executor serves on. From there on nothing is undone."""
+"""A lock that fails is undone: nothing was checkpointed yet, and the executor serves on. Later nothing is undone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from checkpoint_executor import CUDACheckpointExecutor, DeadlineError, FatalError, RefusedError
 from checkpoint_executor.config import Deadlines
 from checkpoint_executor.driver_states import DriverCode, ProcessState
-from checkpoint_executor.faults import Fault
+from checkpoint_executor.faults import Fault, Injection
 from tests.support.executor_harness import (
     Gate,
     SoftMachine,
@@ -122,7 +122,8 @@ def test_an_undone_sleep_after_a_release_leaves_the_release(machine: SoftMachine
     used_bytes = machine.used_bytes(RANKS)
     with pytest.raises(RefusedError):
         executor.sleep()
-    assert (executor.is_paused, executor.sleeping_tags) == (True, {"kv_cache"})
+    assert executor.is_paused
+    assert executor.sleeping_tags == {"kv_cache"}
     assert machine.used_bytes(RANKS) == used_bytes
     assert executor.collective_rpc("read_weights") == WEIGHTS
     executor.wake_up()
@@ -151,22 +152,20 @@ def test_without_undo_a_failed_lock_is_fatal(machine: SoftMachine) -> None:
     ],
     ids=lambda injection: injection.stage,
 )
-def test_an_error_while_undoing_is_fatal_and_names_both(machine: SoftMachine, second: object) -> None:
+def test_an_error_while_undoing_is_fatal_and_names_both(machine: SoftMachine, second: Injection) -> None:
     first = inject_helper(Fault.DRIVER_ERROR, 0, "lock", code=NOT_READY)
     executor = machine.make(ranks=RANKS, faults=(first, second))
     pids = executor.pids
     with pytest.raises(FatalError, match=r"while undoing: lock: CUDA_ERROR_NOT_READY") as caught:
         executor.sleep()
-    assert caught.value.stage == second.stage  # type: ignore[attr-defined]
+    assert caught.value.stage == second.stage
     assert_failed(machine, executor, caught.value, pids)
 
 
 def test_a_deadline_while_undoing_is_fatal(machine: SoftMachine) -> None:
     first = inject_helper(Fault.DRIVER_ERROR, 0, "lock", code=NOT_READY)
     second = inject_helper(Fault.HANG, 1, "unlock")
-    executor = machine.make(
-        ranks=RANKS, faults=(first, second), deadlines=Deadlines(driver_s=0.5, driver_lock_s=0.2)
-    )
+    executor = machine.make(ranks=RANKS, faults=(first, second), deadlines=Deadlines(driver_s=0.5, driver_lock_s=0.2))
     pids = executor.pids
     with pytest.raises(DeadlineError, match="while undoing") as caught:
         executor.sleep()

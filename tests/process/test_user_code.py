@@ -39,7 +39,7 @@ class MyWorker(Base):
         return self.memory.read(0, 8)
 '''
 
-USE = '''
+USE = """
 with CUDACheckpointExecutor(MyWorker, 2, worker_args=(4,), **OPTIONS) as executor:
     assert executor.collective_rpc("compute") == [40, 41]
     executor.sleep()
@@ -54,7 +54,7 @@ with CUDACheckpointExecutor(MyWorker, 2, worker_args=(4,), **OPTIONS) as executo
     assert executor.collective_rpc("read") == [b"weights!"] * 2
     assert executor.collective_rpc(lambda worker: scaled(worker.number)) == [40, 40]
 print("done")
-'''
+"""
 
 
 def write(folder: Path, *parts: str) -> Path:

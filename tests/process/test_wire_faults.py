@@ -93,7 +93,7 @@ class Stranger:
     def say(self, message: ToParent, payload: tuple[bytes, ...] = ()) -> None:
         self.say_frames(*wire.encode(message, payload))
 
-    def say_frames(self, *frames: bytes) -> None:
+    def say_frames(self, *frames: wire.Frame) -> None:
         self._socket.send_multipart(frames)
 
     def wait_heard(self, stderr: pytest.CaptureFixture[str]) -> None:

@@ -54,9 +54,9 @@ REST = frozenset({Phase.NEW, Phase.AWAKE, Phase.CHECKPOINTED, Phase.FAILED, Phas
 TERMINAL = frozenset({Phase.FAILED, Phase.CLOSED})
 
 #: Stages whose success on *every* rank another stage depends on.
-GATES = ("confirm_suspended", "prepare_workspaces", "lock", "admit_wake", "restore")
+GATES = ("confirm_suspended", "prepare_workspaces", "admit_sleep", "lock", "admit_wake", "restore")
 _REQUIRED: dict[str, tuple[str, ...]] = {
-    "lock": ("confirm_suspended", "prepare_workspaces"),
+    "lock": ("confirm_suspended", "prepare_workspaces", "admit_sleep"),
     "checkpoint": ("confirm_suspended", "prepare_workspaces", "lock"),
     "restore": ("admit_wake",),
     "unlock": ("restore",),
@@ -367,7 +367,9 @@ def _take_instructions(
 def _check_undo_begins(machine: Coordinator, h: History, before: State) -> History:
     if h.past_return:
         _broken("nothing_is_undone_after_checkpoint", f"undo begins in {before.stage}")
-    if not machine.undo_before_checkpoint or before.phase is not Phase.SUSPENDING or not h.failed:
+    withdrawn = before.stage is not None and before.stage.on_error is OnError.WITHDRAW
+    allowed = machine.undo_before_checkpoint or withdrawn
+    if not allowed or before.phase is not Phase.SUSPENDING or not h.failed:
         _broken("only_a_failed_sleep_is_undone", f"undo begins in {before.phase}")
     if h.awaiting:
         _broken("a_stage_ends_with_its_last_rank", f"undo begins before {set(h.awaiting)} answered")
@@ -450,7 +452,7 @@ def _check_failure_rules(
             assert stage is not None
             if error is not None or (stage.name in _VERBS and state_after is not _VERBS[stage.name]):
                 undoable = machine.undo_before_checkpoint and stage.on_error is OnError.UNDO and state_after in _KNOWN
-                fatal = not (undoable or stage.on_error in (OnError.REFUSE, OnError.IGNORE))
+                fatal = not (undoable or stage.on_error in (OnError.WITHDRAW, OnError.REFUSE, OnError.IGNORE))
     kills = sum(isinstance(i, KillEverything) for i in instructions)
     if kills != fatal:
         _broken("what_is_uncertain_kills", f"{event} in {before.phase}: {kills} kill(s)")
@@ -469,7 +471,8 @@ def _check_tags(
     if ended:
         assert h.asked is not None
         refusals = [i.refusal for i in instructions if isinstance(i, Refuse)]
-        expected = [Refusal.UNDONE] if h.undoing else [Refusal.NO_MEMORY] if h.failed else []
+        undone = [Refusal.UNDONE] if before.undone == "lock" else [Refusal.NO_MEMORY]
+        expected = undone if h.undoing else [Refusal.NO_MEMORY] if h.failed else []
         if refusals != expected:
             _broken("an_error_stops_the_plan", f"failed {h.failed}, undoing {h.undoing}: {refusals}")
         phase = Phase.AWAKE

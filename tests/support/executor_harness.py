@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import pytest
 import zmq
 from msgspec import Struct
 
@@ -312,7 +313,8 @@ class SoftMachine:
 
     def leftovers(self) -> dict[str, Any]:
         """Processes, runtime directories and device memory, as far as there are any."""
-        devices = sorted(path.name for path in self.root.iterdir()) if self.root.exists() else []
+        names = sorted(path.name for path in self.root.iterdir()) if self.root.exists() else []
+        devices = [name for name in names if SoftGpu.exists(self.root, name)]
         found = {
             "processes": self.processes(),
             "runtime directories": self.runtime_directories(),
@@ -407,7 +409,9 @@ class SharedExecutor:
 # ---------------------------------------------------------------------------------------------- failure
 
 
-def assert_failed(machine: SoftMachine, executor: CUDACheckpointExecutor, first: FatalError, pids: dict[str, int]) -> None:
+def assert_failed(
+    machine: SoftMachine, executor: CUDACheckpointExecutor, first: FatalError, pids: dict[str, int]
+) -> None:
     """It failed as a whole: nothing of it is left, and every later call says why at once.
 
     Args:
@@ -430,14 +434,11 @@ def assert_failed(machine: SoftMachine, executor: CUDACheckpointExecutor, first:
         lambda: executor.sleep(level=0),
     ]
     for call in calls:
-        try:
+        with pytest.raises(type(first)) as later:
             call()
-        except FatalError as later:
-            assert type(later) is type(first)
-            assert str(later) == str(first)
-            assert later.facts == first.facts
-        else:
-            raise AssertionError("a call after the failure did not fail")
+        assert type(later.value) is type(first)
+        assert str(later.value) == str(first)
+        assert later.value.facts == first.facts
     executor.shutdown()
 
 
@@ -469,4 +470,3 @@ def run_script(
         check=False,
     )
     return done.returncode, done.stdout, done.stderr
-

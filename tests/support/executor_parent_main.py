@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from checkpoint_executor import BusyError, CUDACheckpointExecutor, ForkedError, processes
@@ -68,10 +68,11 @@ class Parent:
 
     def kill_myself_after_starting(self, processes_started: int) -> None:
         """SIGKILL to this process as soon as so many children have been started, then build."""
-        real, started = processes.spawn, []
+        real = processes.spawn
+        started: list[processes.ChildProcess] = []
 
-        def spawn(*arguments: Any) -> processes.ChildProcess:
-            started.append(real(*arguments))
+        def spawn(role: Role, rank: int, spec: str, environ: Mapping[str, str]) -> processes.ChildProcess:
+            started.append(real(role, rank, spec, environ))
             if len(started) == processes_started:
                 os.kill(os.getpid(), signal.SIGKILL)
             return started[-1]
@@ -104,7 +105,7 @@ class Parent:
     def use_in_a_forked_child(self) -> list[str]:
         """What each method says in a forked child, which then drops the executor."""
         executor = self.executor
-        calls = {
+        calls: dict[str, Callable[[], object]] = {
             "collective_rpc": lambda: executor.collective_rpc("identify"),
             "sleep": executor.sleep,
             "pause": lambda: executor.sleep(level=0),

@@ -21,9 +21,7 @@ def _value(kind: inspect.Type, rng: random.Random) -> Any:
     match kind:
         case inspect.StructType():
             given = {
-                field.name: _value(field.type, rng)
-                for field in kind.fields
-                if field.required or rng.random() < 0.7
+                field.name: _value(field.type, rng) for field in kind.fields if field.required or rng.random() < 0.7
             }
             return kind.cls(**given)
         case inspect.UnionType():
@@ -48,5 +46,3 @@ def _value(kind: inspect.Type, rng: random.Random) -> Any:
             return {_value(kind.key_type, rng): _value(kind.value_type, rng) for _ in range(rng.randrange(4))}
         case _:
             raise NotImplementedError(f"no random value of {kind}; add it here")
-
-

@@ -60,7 +60,10 @@ class SoftWorkerSide(WorkerSide):
     def bytes_by_name(self) -> Figures:
         communicator = self.soft.runtime.communicator
         figures = {tag: self.soft.runtime.allocator.tag_bytes()[tag] for tag in ALL_TAGS}
-        return {**figures, "suspendable": communicator.memory_bytes()["suspendable"] if communicator.needs_suspend else 0}
+        return {
+            **figures,
+            "suspendable": communicator.memory_bytes()["suspendable"] if communicator.needs_suspend else 0,
+        }
 
     def confirm_resumed(self, name: str, communicator: Any) -> None:
         assert not communicator._suspended

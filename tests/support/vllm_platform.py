@@ -6,6 +6,7 @@ while it builds a configuration; the device itself is the software device, which
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -76,6 +77,11 @@ class SoftPlatform(Platform):  # type: ignore[misc, unused-ignore]
 
     def is_sleep_mode_available(self) -> bool:
         return True
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
+        # Before 0.33, vLLM refuses the V2 model runner without Triton, which no worker here uses.
+        sys.modules["vllm.config.vllm"].HAS_TRITON = True  # type: ignore[attr-defined]
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:

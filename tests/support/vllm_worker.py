@@ -110,7 +110,9 @@ class SoftWorker(WorkerBase):  # type: ignore[misc, unused-ignore]
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         return {
-            f"layer.{i}": FullAttentionSpec(block_size=_BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+            f"layer.{i}": FullAttentionSpec(
+                block_size=_BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16
+            )
             for i in range(2)
         }
 

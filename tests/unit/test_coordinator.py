@@ -156,11 +156,13 @@ def test_a_sleep_goes_down_stage_by_stage(make: Make) -> None:
         ArmDeadline(2, 4, HOOK),
         to_workers(2, 4, "prepare_workspaces"),
         ArmDeadline(2, 5, DRIVER),
-        to_helper(2, 5, "lock"),
+        to_helper(2, 5, "admit_sleep"),
         ArmDeadline(2, 6, DRIVER),
-        to_helper(2, 6, "checkpoint"),
+        to_helper(2, 6, "lock"),
         ArmDeadline(2, 7, DRIVER),
-        to_helper(2, 7, "measure_asleep"),
+        to_helper(2, 7, "checkpoint"),
+        ArmDeadline(2, 8, DRIVER),
+        to_helper(2, 8, "measure_asleep"),
         DisarmDeadline(),
         Answer(m.request),
     ]
@@ -198,6 +200,7 @@ def test_under_vllm_the_workers_own_sleep_is_one_stage(make: Make) -> None:
         "worker_sleep",
         "confirm_suspended",
         "prepare_workspaces",
+        "admit_sleep",
         "lock",
         "checkpoint",
         "measure_asleep",
@@ -249,7 +252,8 @@ def test_a_rank_that_cannot_confirm_its_suspension_is_fatal(make: Make) -> None:
 def test_workspaces_are_prepared_right_before_and_restored_right_after_the_driver() -> None:
     for stages in (OWN_STAGES, VLLM_STAGES):
         down, up = ([stage.name for stage in plan] for plan in (stages.down, stages.up))
-        assert down[down.index("lock") - 1] == "prepare_workspaces"
+        # Admission looks at what is left to move, and touches nothing.
+        assert down[down.index("lock") - 2 : down.index("lock")] == ["prepare_workspaces", "admit_sleep"]
         assert up[up.index("unlock") + 1] == "restore_workspaces"
 
 
@@ -656,6 +660,7 @@ def test_driver_stages_have_30_s_each(make: Make, stages: StageLists) -> None:
     m = make(2, stages).asleep()
     assert [stage for stage in armed(m) if stage[1] is DRIVER] == [
         ("measure_awake", DRIVER),
+        ("admit_sleep", DRIVER),
         ("lock", DRIVER),
         ("checkpoint", DRIVER),
         ("measure_asleep", DRIVER),
@@ -745,6 +750,19 @@ def test_failed_lock_is_undone_in_mirror_order(make: Make) -> None:
     ]
     assert (m.phase, m.state.is_sleeping) == (Phase.AWAKE, False)
     assert m.rpc(execution=True) == [Proceed(m.request)]
+
+
+@pytest.mark.parametrize("undo", [True, False])
+def test_a_sleep_that_is_not_admitted_is_undone_before_any_lock(make: Make, undo: bool) -> None:
+    """Also where a failed lock is fatal: admission looks and touches nothing."""
+    m = make(undo=undo).awake()
+    m.sleep()
+    m.run_to("admit_sleep")
+    refused = ErrorInfo("refused", "host memory lacks 7 bytes", missing_bytes=7, device="host")
+    assert m.reply(1, refused) == []  # every rank is heard first
+    assert m.reply(0) == [ArmDeadline(3, 0, HOOK), to_workers(3, 0, "restore_workspaces")]
+    assert sent(m.finish()) == ["resume_communicators", "confirm_resumed", "wake_allocator"]
+    assert (m.phase, m.state.is_sleeping) == (Phase.AWAKE, False)
 
 
 def test_an_undo_with_no_rank_locked_unlocks_nobody(make: Make) -> None:

@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from checkpoint_executor.payload import (
     load_call,
     oversized,
 )
+from checkpoint_executor.wire import Frame
 
 SEED = 20261
 
@@ -85,7 +87,13 @@ def test_plain_values_come_back_with_their_types(value: Any) -> None:
 
 
 def random_value(rng: random.Random, depth: int = 0) -> Any:
-    leaves: list[Any] = [None, rng.random() < 0.5, rng.randrange(-(1 << 70), 1 << 70), rng.random(), "é" * rng.randrange(5)]
+    leaves: list[Any] = [
+        None,
+        rng.random() < 0.5,
+        rng.randrange(-(1 << 70), 1 << 70),
+        rng.random(),
+        "é" * rng.randrange(5),
+    ]
     kind = rng.randrange(4 if depth < 4 else 1)
     size = rng.randrange(4)
     if kind == 1:
@@ -147,7 +155,9 @@ def test_arrays_travel_in_frames_of_their_own_wherever_they_sit() -> None:
     assert [int(found[0]) for found in (back["first"], back["rest"][0], back["rest"][1][0])] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("value", [np.float64(2.5), np.float32(2.5), np.int64(-3), np.uint8(3), np.bool_(True)], ids=repr)
+@pytest.mark.parametrize(
+    "value", [np.float64(2.5), np.float32(2.5), np.int64(-3), np.uint8(3), np.bool_(True)], ids=repr
+)
 def test_numpy_scalars_come_back_as_arrays_without_dimensions(value: Any) -> None:
     back = there_and_back([value])[0]
     assert (back.dtype, back.shape) == (value.dtype, ())
@@ -157,54 +167,52 @@ def test_numpy_scalars_come_back_as_arrays_without_dimensions(value: Any) -> Non
 # ---------------------------------------------------------------------------------------------- tensors
 
 
-torch = pytest.importorskip("torch")
+@pytest.fixture
+def torch() -> Any:
+    return pytest.importorskip("torch")
 
-TENSORS = {
-    "float32": lambda: torch.randn(3, 4),
-    "bfloat16": lambda: torch.randn(3, 4, dtype=torch.bfloat16),
-    "float8": lambda: torch.randn(3, 4).to(torch.float8_e4m3fn),
-    "int64": lambda: torch.arange(5),
-    "bool": lambda: torch.tensor([True, False]),
-    "complex": lambda: torch.randn(3, dtype=torch.complex64),
-    "conjugated": lambda: torch.randn(3, dtype=torch.complex64).conj(),
-    "negated": lambda: torch.randn(3, dtype=torch.complex64).conj().imag,
-    "transposed": lambda: torch.randn(3, 4).t(),
-    "strided": lambda: torch.arange(10)[::3],
-    "expanded": lambda: torch.arange(3).expand(4, 3),
-    "scalar": lambda: torch.tensor(2.5),
-    "empty": lambda: torch.zeros(0, 3),
-    "with a gradient": lambda: torch.randn(3, requires_grad=True) * 2,
-    "parameter": lambda: torch.nn.Parameter(torch.randn(3)),
+
+TENSORS: dict[str, Callable[[Any], Any]] = {
+    "float32": lambda torch: torch.randn(3, 4),
+    "bfloat16": lambda torch: torch.randn(3, 4, dtype=torch.bfloat16),
+    "float8": lambda torch: torch.randn(3, 4).to(torch.float8_e4m3fn),
+    "int64": lambda torch: torch.arange(5),
+    "bool": lambda torch: torch.tensor([True, False]),
+    "complex": lambda torch: torch.randn(3, dtype=torch.complex64),
+    "conjugated": lambda torch: torch.randn(3, dtype=torch.complex64).conj(),
+    "negated": lambda torch: torch.randn(3, dtype=torch.complex64).conj().imag,
+    "transposed": lambda torch: torch.randn(3, 4).t(),
+    "strided": lambda torch: torch.arange(10)[::3],
+    "expanded": lambda torch: torch.arange(3).expand(4, 3),
+    "scalar": lambda torch: torch.tensor(2.5),
+    "empty": lambda torch: torch.zeros(0, 3),
+    "with a gradient": lambda torch: torch.randn(3, requires_grad=True) * 2,
+    "parameter": lambda torch: torch.nn.Parameter(torch.randn(3)),
 }
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_tensors_come_back_the_same_bits_and_own_their_memory(name: str) -> None:
-    tensor = TENSORS[name]()
+def test_tensors_come_back_the_same_bits_and_own_their_memory(torch: Any, name: str) -> None:
+    tensor = TENSORS[name](torch)
     back = there_and_back({"tensor": tensor})["tensor"]
     assert type(back) is torch.Tensor
     assert (back.dtype, back.shape, back.requires_grad) == (tensor.dtype, tensor.shape, False)
     expected = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    assert back.numel() == 0 or torch.equal(
-        back.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)
-    )
+    assert back.numel() == 0 or torch.equal(back.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
     if back.numel():
         back.zero_()  # it is its own
 
 
-def test_a_tensor_of_torch_shapes_and_types() -> None:
+def test_torch_shapes_and_types_are_refused(torch: Any) -> None:
     with pytest.raises(UnsupportedResultError, match=r"torch\.Size"):
         encode_result(torch.zeros(3).shape)
     with pytest.raises(UnsupportedResultError, match=r"torch\.dtype"):
         encode_result(torch.float32)
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [torch.zeros(3, device="meta"), torch.zeros(3).to_sparse()],
-    ids=["on another device", "sparse"],
-)
-def test_a_tensor_that_is_no_plain_cpu_memory_is_refused(tensor: Any) -> None:
+@pytest.mark.parametrize("kind", ["on another device", "sparse"])
+def test_a_tensor_that_is_no_plain_cpu_memory_is_refused(torch: Any, kind: str) -> None:
+    tensor = torch.zeros(3).to_sparse() if kind == "sparse" else torch.zeros(3, device="meta")
     with pytest.raises(UnsupportedResultError, match=r"result\[0\] is a .* tensor on .*return .cpu()"):
         encode_result([tensor])
 
@@ -314,13 +322,17 @@ def test_arrays_in_calls_travel_in_frames_of_their_own() -> None:
     assert np.array_equal(back, array)
 
 
+def iter_nothing() -> Iterator[None]:
+    yield
+
+
 def test_what_cannot_be_pickled_is_an_error_that_says_so() -> None:
     with pytest.raises(TypeError, match="generator"):
-        dump_call((x for x in ()))
+        dump_call(iter_nothing())
 
 
-def test_a_call_is_told_from_what_is_too_large() -> None:
-    frames = [b"x" * 10, memoryview(np.zeros(5, np.float64)), bytearray(20)]
+def test_a_frame_over_the_limit_is_told_by_its_size() -> None:
+    frames: list[Frame] = [b"x" * 10, memoryview(bytes(40)).cast("i"), bytearray(20)]
     assert oversized(frames, 40) is None
     assert oversized(frames, 39) == "a frame of 40 bytes is over max_payload_bytes (39)"
 
@@ -332,4 +344,6 @@ def test_plain_results_import_no_library(library: str) -> None:
         "assert payload.decode_result(payload.encode_result({'a': [1, (2,)]})) == {'a': [1, (2,)]}; "
         f"assert {library!r} not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )

@@ -12,7 +12,18 @@ import pytest
 
 from checkpoint_executor import wire
 from checkpoint_executor.errors import WireError
-from checkpoint_executor.messages import Call, CallReply, ErrorInfo, Exit, Hello, Role, StageReply, ToChild, ToParent
+from checkpoint_executor.messages import (
+    HELPER,
+    Call,
+    CallReply,
+    ErrorInfo,
+    Exit,
+    Hello,
+    Role,
+    StageReply,
+    ToChild,
+    ToParent,
+)
 from checkpoint_executor.wire import MAX_HEADER_BYTES, MAX_TEXT_CHARACTERS, PROTOCOL_VERSION
 from tests.support.random_messages import random_message
 
@@ -29,6 +40,11 @@ every_message = pytest.mark.parametrize(
 )
 
 
+def header_of(message: ToChild | ToParent) -> bytes:
+    (header,) = wire.encode(message)
+    return bytes(header)
+
+
 @every_message
 def test_every_message_survives(message_type: type, decode: Callable[..., Any]) -> None:
     rng = random.Random(SEED)
@@ -42,7 +58,7 @@ def test_every_message_survives(message_type: type, decode: Callable[..., Any]) 
 @every_message
 def test_payload_frames_are_passed_on_untouched(message_type: type, decode: Callable[..., Any]) -> None:
     message = random_message(message_type, random.Random(SEED))
-    payload = [b"", b"\x00" * 10, memoryview(b"view"), bytearray(b"array")]
+    payload: list[wire.Frame] = [b"", b"\x00" * 10, memoryview(b"view"), bytearray(b"array")]
     back, rest = decode(wire.encode(message, payload))
     assert back == message
     assert all(given is received for given, received in zip(payload, rest, strict=True))
@@ -83,19 +99,17 @@ def test_any_mutation_is_a_valid_message_or_a_wire_error(message_type: type, dec
     rng = random.Random(SEED)
     refused = 0
     for _ in range(10):
-        (header,) = wire.encode(random_message(message_type, rng))
+        header = header_of(random_message(message_type, rng))
         for mutation in mutations(header, rng):
             try:
                 message, rest = decode([mutation])
-            except WireError as error:
-                assert str(error)
+            except WireError:
                 refused += 1
-            else:
-                # Then it says exactly what some sender could have said.
-                assert rest == []
-                assert isinstance(message, TO_CHILD if decode is wire.decode_to_child else TO_PARENT)
-                (again,) = wire.encode(message)
-                assert repr(decode([again])[0]) == repr(message)
+                continue
+            # Then it says exactly what some sender could have said.
+            assert rest == []
+            assert type(message) in (TO_CHILD if decode is wire.decode_to_child else TO_PARENT)
+            assert repr(decode([header_of(message)])[0]) == repr(message)
     assert refused > 5000
 
 
@@ -103,7 +117,7 @@ def test_any_mutation_is_a_valid_message_or_a_wire_error(message_type: type, dec
 def test_every_truncation_is_a_wire_error(message_type: type, decode: Callable[..., Any]) -> None:
     rng = random.Random(SEED)
     for _ in range(20):
-        (header,) = wire.encode(random_message(message_type, rng))
+        header = header_of(random_message(message_type, rng))
         for length in range(len(header)):
             with pytest.raises(WireError):
                 decode([header[:length]])
@@ -111,14 +125,14 @@ def test_every_truncation_is_a_wire_error(message_type: type, decode: Callable[.
 
 @every_message
 def test_bytes_behind_the_message_are_a_wire_error(message_type: type, decode: Callable[..., Any]) -> None:
-    (header,) = wire.encode(random_message(message_type, random.Random(SEED)))
+    header = header_of(random_message(message_type, random.Random(SEED)))
     with pytest.raises(WireError, match="malformed"):
         decode([header + b"\x00"])
 
 
 @every_message
 def test_another_version_is_a_wire_error(message_type: type, decode: Callable[..., Any]) -> None:
-    (header,) = wire.encode(random_message(message_type, random.Random(SEED)))
+    header = header_of(random_message(message_type, random.Random(SEED)))
     for version in range(256):
         if version != PROTOCOL_VERSION:
             with pytest.raises(WireError, match=f"protocol version {version}, expected {PROTOCOL_VERSION}"):
@@ -127,7 +141,7 @@ def test_another_version_is_a_wire_error(message_type: type, decode: Callable[..
 
 @every_message
 def test_a_message_of_the_other_direction_is_a_wire_error(message_type: type, decode: Callable[..., Any]) -> None:
-    (header,) = wire.encode(random_message(message_type, random.Random(SEED)))
+    header = header_of(random_message(message_type, random.Random(SEED)))
     other = wire.decode_to_parent if decode is wire.decode_to_child else wire.decode_to_child
     with pytest.raises(WireError, match="malformed"):
         other([header])
@@ -196,4 +210,6 @@ def test_the_wire_format_of_a_version_does_not_change() -> None:
     # Parent and child are of one installation, so this may change with the version; but never without.
     assert PROTOCOL_VERSION == 1
     assert wire.encode(Exit()) == [b"\x01\x81\xa4type\xa4exit"]
-    assert wire.encode(Hello(Role.WORKER, 3, 42, 7))[0].startswith(b"\x01\x85\xa4type\xa5hello\xa4role\xa6worker")
+    assert bytes(wire.encode(Hello(Role.HELPER, HELPER, 42, 7))[0]) == (
+        b"\x01\x85\xa4type\xa5hello\xa4role\xa6helper\xa4rank\xff\xa3pid*\xaastart_time\x07"
+    )

@@ -217,9 +217,7 @@ def test_what_only_engine_core_can_see_is_logged_as_one_error(
     assert [line for line in lines if "ERROR" in line and "worker_extension_cls=my.Extension" in line]
 
 
-def test_preserved_parameter_names_have_no_effect_and_that_is_said(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preserved_parameter_names_have_no_effect_and_that_is_said(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.vllm_executor import SoftCheckpointExecutor
 
     config = make(1, sleep_preserve_parameter_names=["draft.*"])

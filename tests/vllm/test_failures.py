@@ -29,7 +29,9 @@ def assert_dead(engine: Engine, within_s: float = 8.0) -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     begun = time.monotonic()
-    wait_until(lambda: not any(procfs.is_alive(pid) for pid in (*engine.worker_pids, engine.pids["helper"])), "all gone")
+    wait_until(
+        lambda: not any(procfs.is_alive(pid) for pid in (*engine.worker_pids, engine.pids["helper"])), "all gone"
+    )
     assert time.monotonic() - begun < 2
     wait_until(lambda: not procfs.is_alive(engine.core_pid), "EngineCore ended", within_s)
     with pytest.raises(EngineDeadError):
@@ -82,7 +84,10 @@ def test_a_failed_lock_is_fatal_where_undo_is_switched_off(machine: VllmMachine)
     ("fault", "pattern"),
     [
         (inject(Fault.DRIVER_ERROR, Role.HELPER, "checkpoint", rank=1), "rank 1 failed in stage 'checkpoint'"),
-        (inject(Fault.EXCEPTION, Role.WORKER, "worker_sleep", rank=1), "rank 1 failed in stage 'worker_sleep': injected"),
+        (
+            inject(Fault.EXCEPTION, Role.WORKER, "worker_sleep", rank=1),
+            "rank 1 failed in stage 'worker_sleep': injected",
+        ),
         (inject(Fault.EXCEPTION, Role.WORKER, "prepare_workspaces"), "rank 0 failed in stage 'prepare_workspaces'"),
         (inject(Fault.DIE, Role.WORKER, "worker_sleep", rank=1), "worker 1 .* was ended by signal 9"),
         (inject(Fault.DIE, Role.HELPER, "lock"), "helper .* was ended by signal 9 in stage 'lock'"),
@@ -218,3 +223,46 @@ def test_sigkill_of_the_front_end_leaves_no_orphan(machine: VllmMachine, asleep:
     for pid in pids:
         wait_until(lambda pid=pid: not procfs.is_alive(pid), f"{pid} is gone", 5)  # type: ignore[misc]
     machine.assert_empty(2)
+
+
+# ---------------------------------------------------------------------------------------------- other ways to run
+
+
+def test_without_an_engine_core_process_errors_are_clear_too(machine: VllmMachine) -> None:
+    """vLLM has no failure callback there: stock, a wake after a death is an assertion about follower nodes."""
+    told = {"options": machine.options(1), "runtime_base": str(machine.runtime_base)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.vllm_in_process_main", json.dumps(told)],
+        env={
+            **os.environ,
+            **machine.environment(1, VLLM_ENABLE_V1_MULTIPROCESSING="0"),
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    line = next((line for line in done.stdout.splitlines() if line.startswith("FACTS ")), None)
+    assert line is not None, done.stdout[-3000:] + done.stderr[-3000:]
+    facts = json.loads(line.removeprefix("FACTS "))
+    assert facts["asleep"] == [True, "checkpointed"]
+    assert facts["same_tokens"]
+    assert facts["rpc"].startswith("AsleepError: the workers are checkpointed")
+    for call in ("wake", "health", "again"):
+        assert facts[call].startswith("ProcessDiedError: worker 0"), facts[call]
+    machine.assert_empty()
+
+
+def test_workers_that_are_spawned_instead_of_forked(machine: VllmMachine) -> None:
+    engine = machine.start(
+        2, environ={"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+    tokens = engine.tokens()
+    engine.llm.sleep(level=1)
+    assert engine.used_bytes == [0, 0]
+    engine.llm.wake_up()
+    assert engine.tokens() == tokens
+    engine.llm.sleep(level=1)
+    os.kill(engine.core_pid, signal.SIGKILL)
+    engine.assert_gone(5)

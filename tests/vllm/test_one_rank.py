@@ -11,7 +11,15 @@ from tests.support.vllm_waiting import wait_until
 
 RANKS = 1
 
-DOWN = ["measure_awake", "worker_sleep", "confirm_suspended", "prepare_workspaces", "lock", "checkpoint", "measure_asleep"]
+DOWN = [
+    "measure_awake",
+    "worker_sleep",
+    "confirm_suspended",
+    "prepare_workspaces",
+    "lock",
+    "checkpoint",
+    "measure_asleep",
+]
 UP = ["admit_wake", "restore", "unlock", "restore_workspaces", "worker_wake", "measure_woken"]
 PARTIAL = ["admit_wake", "worker_wake", "measure_woken"]
 

@@ -1,0 +1,187 @@
+"""The workers' part of the stages under vLLM, with a worker that only writes down what it is asked. Needs no vLLM."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from checkpoint_executor import procfs
+from checkpoint_executor.messages import StageCommand, StageReply
+from checkpoint_executor.vllm.workers import Figures, StageCall, WorkerSide, perform
+
+
+class Worker:
+    """vLLM's wrapper and the worker in it, in one."""
+
+    rank = 1
+
+    def __init__(self) -> None:
+        self.worker = self
+        self.calls: list[Any] = []
+        self.gc_during_restore: bool | None = None
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(("sleep", level))
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        self.calls.append(("wake_up", tags))
+
+    def execute_model(self, batch: str) -> None:
+        self.calls.append(("execute_model", batch))
+
+    def checkpoint_prepare(self) -> None:
+        self.calls.append("prepare")
+
+    def checkpoint_restore(self) -> None:
+        self.gc_during_restore = gc.isenabled()
+        self.calls.append("restore")
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        self.calls.append(("discard", tags))
+
+
+class Communicator:
+    def __init__(self, suspended: bool, *, disabled: bool = False, has_suspend: bool = True) -> None:
+        self._suspended = suspended
+        self.disabled = disabled
+        self.nccl = self
+        self._has_suspend = has_suspend
+
+    def has_symbol(self, name: str) -> bool:
+        return self._has_suspend
+
+
+class Side(WorkerSide):
+    found: list[tuple[str, Any]] = []
+
+    def device(self) -> str:
+        return "GPU-x"
+
+    def bytes_by_name(self) -> Figures:
+        return {"weights": 10, "kv_cache": 20, "suspendable": 5}
+
+    def communicators(self) -> Iterator[tuple[str, Any]]:
+        yield from self.found
+
+    def confirm_resumed(self, name: str, communicator: Any) -> None:
+        self.worker.calls.append(("confirm_resumed", name))
+
+
+@pytest.fixture(autouse=True)
+def _gc_as_before() -> Iterator[None]:
+    was = gc.isenabled()
+    Side.found = []
+    yield
+    (gc.enable if was else gc.disable)()
+
+
+def do(
+    worker: Worker, stage: str, *, tags: tuple[str, ...] = (), deferred: tuple[Any, ...] = (), **told: Any
+) -> StageReply:
+    call = StageCall(
+        **{
+            "command": StageCommand(cycle=3, index=2, stage=stage, ranks=(0, 1), tags=tags),
+            "helper_pid": 0,
+            "parent_pid": os.getppid(),
+            "parent_start_time": procfs.start_time(os.getppid()),
+            "endpoint": "ipc:///nowhere/control",
+            "suspended": True,
+            "wakes_all": False,
+            "arena": False,
+            **told,
+        }
+    )
+    return msgspec.msgpack.decode(perform(worker, Side, msgspec.msgpack.encode(call), deferred), type=StageReply)
+
+
+def test_a_reply_names_its_cycle_stage_and_rank() -> None:
+    reply = do(Worker(), "worker_sleep")
+    assert (reply.cycle, reply.index, reply.stage, reply.rank, reply.error) == (3, 2, "worker_sleep", 1, None)
+    assert reply.figures == {"weights": 10, "kv_cache": 20, "suspendable": 5}
+
+
+def test_an_exception_is_an_answer_and_never_leaves() -> None:
+    worker = Worker()
+    worker.sleep = None  # type: ignore[method-assign, assignment]
+    reply = do(worker, "worker_sleep")
+    assert reply.error is not None
+    assert reply.error.error_type == "builtins.TypeError"
+    assert do(Worker(), "dance").error is not None
+
+
+def test_the_collector_is_off_from_prepare_to_restore() -> None:
+    worker = Worker()
+    gc.enable()
+    do(worker, "prepare_workspaces")
+    assert not gc.isenabled()
+    do(worker, "restore_workspaces")
+    assert gc.isenabled()
+    assert worker.gc_during_restore
+    assert worker.calls == ["prepare", "restore"]
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    worker = Worker()
+    do(worker, "prepare_workspaces")
+    do(worker, "restore_workspaces")
+    assert not gc.isenabled()
+
+
+def test_a_whole_wake_wakes_what_has_no_known_tag_too() -> None:
+    worker = Worker()
+    do(worker, "worker_wake", tags=("weights", "kv_cache"), wakes_all=True)
+    do(worker, "worker_wake", tags=("weights",))
+    assert worker.calls == [("wake_up", None), ("wake_up", ["weights"])]
+
+
+def test_deferred_batches_come_after_the_memory_and_the_communicators() -> None:
+    worker = Worker()
+    Side.found = [("tp", Communicator(True))]
+    do(worker, "worker_wake", tags=("weights",), deferred=("batch 1", "batch 2"))
+    assert worker.calls == [
+        ("wake_up", ["weights"]),
+        ("confirm_resumed", "tp"),
+        ("execute_model", "batch 1"),
+        ("execute_model", "batch 2"),
+    ]
+
+
+def test_suspension_is_read_from_every_communicator() -> None:
+    Side.found = [("tp", Communicator(True)), ("ep", Communicator(False))]
+    error = do(Worker(), "confirm_suspended").error
+    assert error is not None
+    assert "group 'ep' still holds its GPU memory" in error.message
+    assert do(Worker(), "confirm_suspended", suspended=False).error is None
+    Side.found = [("tp", Communicator(True))]
+    assert do(Worker(), "confirm_suspended").error is None
+
+
+@pytest.mark.parametrize(
+    ("communicator", "expected"),
+    [
+        (None, "has no PyNccl communicator"),
+        (Communicator(False, disabled=True), "has no PyNccl communicator"),
+        (Communicator(False, has_suspend=False), "has no ncclCommSuspend"),
+    ],
+)
+def test_a_communicator_that_cannot_be_suspended_is_refused_at_the_start(communicator: Any, expected: str) -> None:
+    Side.found = [("tp", communicator)]
+    error = do(Worker(), "introduce").error
+    assert error is not None
+    assert expected in error.message
+
+
+def test_an_introduction_names_the_device() -> None:
+    assert do(Worker(), "introduce").device == "GPU-x"
+
+
+def test_a_release_reports_what_it_dropped() -> None:
+    worker = Worker()
+    assert do(worker, "worker_discard", tags=("kv_cache",)).figures == {"kv_cache": 20}
+    assert worker.calls == [("discard", ("kv_cache",))]
