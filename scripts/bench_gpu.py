@@ -220,6 +220,7 @@ class Bench:
             ranks,
             worker_args=(weights, kv, graphs),
             device=self.args.device,
+            verify_weights=self.args.verify,
             **options,
         )
 
@@ -256,6 +257,8 @@ class Bench:
             ranks, int(gib * GIB), int(self.args.kv_gib * GIB), self.args.graphs, communication=communication
         ) as executor:
             data["start_s"] = time.monotonic() - begun
+            stages = executor._control._recorder.stages()
+            data["start_stages"] = {stage.name: stage.wall_s for stage in stages}
             data["plain_copy_gb_s"] = executor.collective_rpc("plain_copy_gb_s")
             data["replay_us_before"] = executor.collective_rpc("replay_us")
             decoded, sums = executor.collective_rpc("decode"), executor.collective_rpc("checksums")
@@ -502,6 +505,7 @@ def main() -> None:
     parser.add_argument("--graphs", type=int, default=16)
     parser.add_argument("--cycles", type=int, default=6)
     parser.add_argument("--communication", default="suspend")
+    parser.add_argument("--verify", action="store_true", help="hash the weights before sleep and after wake")
     parser.add_argument("--out", default="bench-out")
     parser.add_argument("--hold", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -133,6 +133,8 @@ def run_case(args: argparse.Namespace) -> dict[str, Any]:
             result["identical_after_cycle"] = executor.collective_rpc("decode") == expected
         elif case["what"] == "no room":
             result |= no_room(executor, args, expected)
+        elif case["what"] == "no room, no admission":
+            result |= without_admission(executor, args)
     finally:
         executor.shutdown()
         result["processes_left"] = [name for name, pid in pids.items() if Path(f"/proc/{pid}").exists()]
@@ -150,6 +152,8 @@ def raise_from_lock(driver: Any, pid: int) -> None:
 def no_room(executor: CUDACheckpointExecutor, args: argparse.Namespace, expected: Any) -> dict[str, Any]:
     """Another process takes the memory while we sleep: the wake is refused, and works once it is gone."""
     executor.sleep()
+    awake = executor.wake_up()
+    needed = awake.device_bytes_after[0] - executor.sleep().device_bytes_after[0]
     hog = subprocess.Popen(
         [sys.executable, __file__, "--hog", "--device", args.device, "--soft-root", args.soft_root],
         stdin=subprocess.PIPE,
@@ -159,7 +163,10 @@ def no_room(executor: CUDACheckpointExecutor, args: argparse.Namespace, expected
     assert hog.stdout is not None
     assert hog.stdin is not None
     taken = json.loads(hog.stdout.readline())
-    result: dict[str, Any] = {"hog": taken}
+    free = free_bytes(args)
+    margin = executor.config.wake_margin_bytes
+    result: dict[str, Any] = {"hog": taken, "needed_bytes": needed, "free_bytes": free, "margin_bytes": margin}
+    result["really_missing_bytes"] = needed + margin - free
     try:
         begun = time.monotonic()
         try:
@@ -172,6 +179,8 @@ def no_room(executor: CUDACheckpointExecutor, args: argparse.Namespace, expected
                 "error": type(error).__name__,
                 "message": error.message[:600],
                 "missing_bytes": getattr(error, "missing_bytes", None),
+                "missing_off_by_bytes": next(iter((getattr(error, "missing_bytes", None) or {"": 0}).values()))
+                - result["really_missing_bytes"],
                 "holders": getattr(error, "holders", None),
             }
         result["phase_after_refusal"] = executor.phase
@@ -179,8 +188,63 @@ def no_room(executor: CUDACheckpointExecutor, args: argparse.Namespace, expected
         hog.communicate("\n", timeout=30)
     report = executor.wake_up()
     result["wake_after_s"] = report.wall_s
+    result["admit_wake_s"] = next(stage.wall_s for stage in report.stages if stage.name == "admit_wake")
     result["identical"] = executor.collective_rpc("decode") == expected
     return result
+
+
+def without_admission(executor: CUDACheckpointExecutor, args: argparse.Namespace) -> dict[str, Any]:
+    """The same, had nobody asked first: the driver's restore runs out of memory, and the engine is lost."""
+    executor.sleep()
+    hog = subprocess.Popen(
+        [sys.executable, __file__, "--hog", "--device", args.device, "--soft-root", args.soft_root],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert hog.stdout is not None
+    taken = json.loads(hog.stdout.readline())
+    control = executor._control
+    original = control._arguments
+
+    def arguments(send: Send) -> dict[str, Any]:
+        given = original(send)
+        if send.stage == "admit_wake":
+            # A need that no device can fail to have: -1 TiB.
+            given |= {"needed_bytes": tuple(-(1 << 40) for _ in send.ranks), "margin_bytes": 0}
+        return given
+
+    control._arguments = arguments  # type: ignore[method-assign]
+    begun = time.monotonic()
+    try:
+        executor.wake_up()
+        return {"outcome": "woke", "hog": taken}
+    except FatalError as error:
+        return {
+            "outcome": "fatal",
+            "verdict_s": time.monotonic() - begun,
+            "error": type(error).__name__,
+            "message": error.message[:400],
+            "code_name": error.code_name,
+            "state_after": error.state_after,
+            "hog": taken,
+        }
+    finally:
+        hog.communicate("\n", timeout=30)
+
+
+def free_bytes(args: argparse.Namespace) -> int:
+    """Free bytes of the first device, from outside."""
+    if args.device == "soft":
+        from checkpoint_executor.softgpu import SoftGpu, device_name
+
+        gpu = SoftGpu(Path(args.soft_root), device_name(0))
+        return gpu.total_bytes - gpu.used_bytes()
+    import pynvml
+
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    return int(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).free)
 
 
 def hog(args: argparse.Namespace) -> None:
@@ -249,6 +313,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--timeout-s", type=float, default=90)
     parser.add_argument("--out", default="faults.json")
+    parser.add_argument("--only-room", action="store_true", help="only the cases about memory that is not there")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--hog", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -270,12 +335,14 @@ def main() -> None:
     cases += [{"what": "SIGSTOP", "role": "worker", "stage": stage} for stage in ("sleep_allocator", "lock", "unlock")]
     if args.device == "cuda":
         cases.append({"what": "busy"})
+    if args.only_room:
+        cases = []
     for number, case in enumerate(cases):
         case["device_id"] = gpus[number % len(gpus)]
     with ThreadPoolExecutor(args.at_once) as pool:
         results = list(pool.map(lambda case: one(args, case), cases))
-    # Alone: it takes all of the memory.
-    results.append(one(args, {"what": "no room", "device_id": gpus[0]}))
+    # Alone: they take all of the memory.
+    results += [one(args, {"what": what, "device_id": gpus[0]}) for what in ("no room", "no room, no admission")]
     until = time.monotonic() + 10
     while (left := used_bytes(args)) != empty and time.monotonic() < until:
         time.sleep(0.05)

@@ -270,7 +270,9 @@ def _of_error(cell: Cell, kind: FaultKind, stage: Stage) -> Ending:
             return Ending("succeeds", "a reading for the report, which goes on without it")
         case OnError.REFUSE:
             return Ending("refused", "nothing was touched yet", stage=stage.name, code=code)
-        case OnError.UNDO if stage.name in _VERBS and kind.fault is not Fault.EXCEPTION:
+        case OnError.UNDO if stage.name not in _VERBS:
+            return Ending("refused", "admission touched no rank, so the sleep is undone", stage=stage.name, code=code)
+        case OnError.UNDO if kind.fault is not Fault.EXCEPTION:
             return Ending("refused", "every state was read and is known, so it is undone", stage=stage.name, code=code)
         case OnError.UNDO:
             why = "before the point of no return, but no state was read: uncertain"
@@ -327,8 +329,10 @@ class Outcome(Struct, frozen=True):
     problem: str
     call_s: float
     gone_s: float | None = None
-    #: How the executor that the cell ran on was come by: a new one, or one that survived the cell before.
+    #: Whether it ran on the executor that survived the cell before, or on a new one.
     reused: bool = False
+    #: What was wrong at a first attempt, if it took two.
+    first_problem: str = ""
 
 
 class WrongError(AssertionError):
