@@ -52,10 +52,8 @@ def die_with_parent(spec: ChildSpec, on_death: Callable[[], None] | None = None)
     yourself where a loop exists anyway.
     """
     # Fires when the thread that spawned us ends, however it ends, and needs no cooperation from this process. A helper
-    # that is stopped has to go on, and clean up; the kernel's own way with stopped orphans would be SIGHUP.
+    # that is stopped has to go on and clean up; left stopped, the kernel would end it as an orphan (SIGHUP, _exit(2)).
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if spec.role is Role.WORKER else signal.SIGCONT, 0, 0, 0)
-    if spec.role is Role.HELPER:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         descriptor = procfs.open_pidfd(spec.parent_pid, spec.parent_start_time)
     except ProcessLookupError:

@@ -238,7 +238,11 @@ def nvml_used_bytes(devices: Sequence[str] | None = None) -> UsedBytes:
         by_uuid = {str(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
     except pynvml.NVMLError as error:
         raise ConfigError(f"NVML: {error} (devices {devices or 'all'}). Nothing was started") from error
-    return lambda: {uuid: int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for uuid, handle in by_uuid.items()}
+    # Version 2 counts the driver's own reserve (some 600 MiB on H200) apart, as nvidia-smi does; version 1 as used.
+    version = pynvml.nvmlMemory_v2
+    return lambda: {
+        uuid: int(pynvml.nvmlDeviceGetMemoryInfo(handle, version).used) for uuid, handle in by_uuid.items()
+    }
 
 
 def soft_used_bytes(root: Path | str | None = None) -> UsedBytes:

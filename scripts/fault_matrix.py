@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import platform
 import re
+import signal
 import sys
 import time
 from collections import Counter
@@ -56,6 +57,7 @@ _SIGNS = {"succeeds": "s", "refused": "r", "fatal": "F", "wrong": "WRONG"}
 def run_chunk(cells: Sequence[Cell]) -> tuple[list[Outcome], list[tuple[Cell, str]]]:
     """Outcomes, and cells that this machine cannot run with the reason."""
     warm_up_zmq()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup leaves it ignored, also in what is started from here
     outcomes: list[Outcome] = []
     unable: list[tuple[Cell, str]] = []
     with Bench() as bench:

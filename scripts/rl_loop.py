@@ -191,26 +191,29 @@ def train_soft(job: dict[str, Any], present: bytes) -> tuple[bytes, int]:
 
 
 def train_cuda(job: dict[str, Any], present: bytes) -> tuple[bytes, int]:
-    import torch
+    # The driver's own calls: importing torch would take longer than all the rest of an iteration.
+    import cuda.bindings.driver as driver
 
-    device = torch.device("cuda", job["rank"])
-    torch.cuda.set_device(device)
-    weights = torch.frombuffer(bytearray(present), dtype=torch.int32).to(device)
-    free, _ = torch.cuda.mem_get_info(device)
-    width, block_bytes = 8192, 1 << 30
-    blocks = [
-        torch.full((block_bytes // 2 // width, width), 1.0 / width, device=device, dtype=torch.bfloat16)
-        for _ in range(max(1, int(free * TRAINER_SHARE) // block_bytes))
-    ]
-    product = blocks[0][:width]
-    for block in blocks:
-        product = product @ block[:width]
-    if not bool(torch.isfinite(product).all()):
-        raise RuntimeError("the matrix product is not finite")
-    weights ^= job["mask"]
-    following = bytearray(len(present))
-    torch.frombuffer(following, dtype=torch.int32).copy_(weights)
-    return bytes(following), int(torch.cuda.memory_reserved(device))
+    def call(name: str, *arguments: Any) -> Any:
+        code, *results = getattr(driver, name)(*arguments)
+        if int(code) != 0:
+            raise RuntimeError(f"{name}: {code}")
+        return results[0] if len(results) == 1 else tuple(results)
+
+    call("cuInit", 0)
+    call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", job["rank"])))
+    size = len(present)
+    host = ctypes.create_string_buffer(present, size)
+    weights = call("cuMemAlloc", size)
+    call("cuMemcpyHtoD", weights, ctypes.addressof(host), size)
+    free, _ = call("cuMemGetInfo")
+    taken = int(free * TRAINER_SHARE)
+    call("cuMemsetD8", call("cuMemAlloc", taken), 1, taken)
+    call("cuMemcpyDtoH", ctypes.addressof(host), weights, size)
+    updated = ctypes.create_string_buffer(flip(host.raw, job["mask"]), size)
+    call("cuMemcpyHtoD", weights, ctypes.addressof(updated), size)
+    call("cuMemcpyDtoH", ctypes.addressof(host), weights, size)
+    return host.raw, taken + size
 
 
 # ------------------------------------------------------------------------------------------------

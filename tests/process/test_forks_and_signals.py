@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 
 from checkpoint_executor import procfs
+from checkpoint_executor.config import Deadlines
 from tests.support.executor_harness import Gate, SoftMachine
 from tests.support.targets import ChildProcess
 
@@ -29,7 +31,10 @@ def test_the_exit_of_a_forked_child_harms_nothing(
     pids = machine.processes()
     if asleep:
         parent.request("sleep")
+    begun = time.monotonic()
     assert parent.request(fork) == 0
+    # It does not wait for a shutdown that would be its parent's to do.
+    assert time.monotonic() - begun < Deadlines().shutdown_s
     if asleep:
         parent.request("wake_up")
     assert parent.request("cycle")

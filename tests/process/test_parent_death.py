@@ -192,6 +192,15 @@ def test_a_worker_that_holds_the_gil_does_not_outlive_the_parent(
     kill_parent(machine, parent)
 
 
+def test_a_worker_that_holds_the_gil_in_its_constructor_does_not_outlive_the_parent(
+    machine: SoftMachine, parent: ChildProcess, gate: Gate
+) -> None:
+    # The helper does not know it yet, so only the kernel can end it.
+    parent.send("build", worker="StuckWorker", worker_kwargs={"gate": gate.path})
+    gate.wait_reached(RANKS)
+    kill_parent(machine, parent)
+
+
 @pytest.mark.parametrize("asleep", [False, True], ids=["awake", "checkpointed"])
 @pytest.mark.parametrize("who", [["worker 1"], ["helper"], ["worker 0", "worker 1", "helper"]], ids="+".join)
 def test_whoever_is_stopped_does_not_outlive_the_parent(

@@ -116,6 +116,17 @@ def test_the_users_own_folders_of_our_names_do_not_shadow_ours(machine: SoftMach
     assert set(err.splitlines()) == {"workers of the user", "helper of the user"}
 
 
+def test_the_folder_a_program_is_run_in_does_not_shadow_what_the_children_import(
+    machine: SoftMachine, tmp_path: Path
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("msgspec", "zmq", "psutil", "select", "checkpoint_executor"):
+        (here / f"{name}.py").write_text(f"raise SystemExit('{name} of the current folder')\n")
+    script = write(tmp_path, options(machine), WORKER, USE)
+    assert run_script(script, cwd=here) == (0, "done\n", "")
+
+
 def test_the_workers_stdout_does_not_land_on_the_parents(machine: SoftMachine, tmp_path: Path) -> None:
     use = """
     def speak(worker):

@@ -17,6 +17,7 @@ from checkpoint_executor.coordinator import OWN_STAGES
 from checkpoint_executor.driver_states import ProcessState
 from checkpoint_executor.faults import Fault, Injection
 from checkpoint_executor.messages import HELPER, CallReply, ErrorInfo, Hello, Role, StageReply, ToParent, identity
+from checkpoint_executor.workers import WorkerContext
 from tests.support.executor_harness import (
     DEADLINE_S,
     Gate,
@@ -30,7 +31,7 @@ from tests.support.executor_harness import (
     states_of,
     wait_until,
 )
-from tests.support.executor_workers import pattern, wait_at
+from tests.support.executor_workers import RawWorker, pattern, wait_at
 
 RANKS = 2
 SHORT_S = 0.5
@@ -301,6 +302,46 @@ def test_no_rank_can_answer_in_anothers_name(executor: CUDACheckpointExecutor, g
     assert not call.done()
     gate.open()
     assert call.result(DEADLINE_S) == [0, 1]
+
+
+class TwoFacedWorker(RawWorker):
+    """Before a sleep, each rank says Hello again and answers for the others, and then takes its time."""
+
+    def __init__(self, context: WorkerContext, gate: str) -> None:
+        super().__init__(context)
+        self._gate = gate
+
+    def before_sleep(self) -> None:
+        service = sys._getframe(1).f_locals["self"]
+        service._channel.hello(service._spec)
+        for rank in range(self.context.world_size):
+            if rank != self.context.rank:
+                for cycle in range(10):
+                    service._channel.send(StageReply(cycle, 1, "sleep_allocator", rank, 0.0))
+        service._channel.send_frames([b"the last word"])
+        wait_at(self._gate)
+
+
+def test_no_rank_can_end_a_stage_for_another_or_by_saying_hello(
+    capfd: pytest.CaptureFixture[str], machine: SoftMachine, gate: Gate
+) -> None:
+    executor = machine.make(TwoFacedWorker, ranks=RANKS, worker_kwargs={"gate": gate.path})
+    call = in_thread(executor.sleep)
+    gate.wait_reached(RANKS)
+    said = ""
+
+    def heard() -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return all(f"message from worker:{rank} refused" in said for rank in range(RANKS))
+
+    wait_until(heard, "both ranks were heard")
+    state = executor._control._coordinator.state
+    assert (executor.stage, state.index, state.pending) == ("sleep_allocator", 1, set(range(RANKS)))
+    gate.open()
+    call.result(DEADLINE_S)
+    executor.wake_up()
+    assert executor.collective_rpc("read_weights") == WEIGHTS
 
 
 @pytest.mark.parametrize("child", [identity(Role.WORKER, 0), identity(Role.HELPER, HELPER)], ids=bytes.decode)

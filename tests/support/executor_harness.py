@@ -58,6 +58,9 @@ DEADLINE_S = 30.0
 #: How long children may outlive a parent that was killed.
 ORPHANS_DEADLINE_S = 2.0
 
+#: zmq closes the connections of those who have left from a thread of its own, soon after.
+_SETTLING_S = 2.0
+
 #: Of each software device, unless a test says otherwise.
 CAPACITY_BYTES = 256 << 20
 
@@ -185,7 +188,14 @@ class Leaks:
         self._shared = self._list_shared()
 
     def check(self) -> None:
-        added = {
+        until = time.monotonic() + _SETTLING_S
+        pause = threading.Event()
+        while (left := self._left()) and time.monotonic() < until:
+            pause.wait(0.001)
+        assert not left, f"left behind: {left}"
+
+    def _left(self) -> dict[str, set[Any]]:
+        added: dict[str, set[Any]] = {
             "children": self._list_children() - self._children,
             "descriptors": {
                 f"{number} -> {target}"
@@ -201,8 +211,7 @@ class Leaks:
         }
         if len(self._list_descriptors()) == len(self._descriptors):
             added["descriptors"] = set()  # pytest's own capture files may be reopened under other numbers
-        left = {kind: what for kind, what in added.items() if what}
-        assert not left, f"left behind: {left}"
+        return {kind: what for kind, what in added.items() if what}
 
     @staticmethod
     def _list_children() -> set[int]:

@@ -22,6 +22,8 @@ __all__ = [
     "WEIGHTS_BYTES",
     "HookWorker",
     "RawWorker",
+    "StuckWorker",
+    "hold_the_gil_at",
     "pattern",
     "wait_at",
 ]
@@ -40,6 +42,13 @@ def wait_at(gate: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(gate)
         connection.recv(1)
+
+
+def hold_the_gil_at(gate: str) -> None:
+    """Announce this process at the gate, then keep the GIL for ever."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(gate)
+    ctypes.PyDLL(None).pause()
 
 
 class RawWorker(Worker):
@@ -138,9 +147,15 @@ class RawWorker(Worker):
 
     def hold_the_gil(self, gate: str) -> None:
         """Announce itself at the gate, then keep the GIL for ever, as a CUDA call may."""
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.connect(gate)
-        ctypes.PyDLL(None).pause()
+        hold_the_gil_at(gate)
+
+
+class StuckWorker(Worker):
+    """Never gets out of its constructor, and no thread of it ever runs again."""
+
+    def __init__(self, context: WorkerContext, gate: str) -> None:
+        super().__init__(context)
+        hold_the_gil_at(gate)
 
 
 class _Hook:

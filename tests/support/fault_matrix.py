@@ -270,7 +270,7 @@ def _of_error(cell: Cell, kind: FaultKind, stage: Stage) -> Ending:
             return Ending("succeeds", "a reading for the report, which goes on without it")
         case OnError.REFUSE:
             return Ending("refused", "nothing was touched yet", stage=stage.name, code=code)
-        case OnError.UNDO if stage.name not in _VERBS:
+        case OnError.WITHDRAW:
             return Ending("refused", "admission touched no rank, so the sleep is undone", stage=stage.name, code=code)
         case OnError.UNDO if kind.fault is not Fault.EXCEPTION:
             return Ending("refused", "every state was read and is known, so it is undone", stage=stage.name, code=code)

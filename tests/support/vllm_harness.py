@@ -266,6 +266,11 @@ class Engine:
                     done[output.request_id] = list(output.outputs[0].token_ids)
         return done
 
+    def wake(self, tags: list[str] | None = None) -> bool:
+        """Wake; whether all is awake then. (``LLM.wake_up`` says so itself from 0.32 on.)"""
+        self.llm.wake_up(tags)
+        return not self.is_sleeping
+
     def rpc(self, method: str, *args: Any) -> list[Any]:
         return list(self.llm.collective_rpc(method, args=args))
 

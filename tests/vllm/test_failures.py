@@ -60,7 +60,7 @@ def test_a_failed_lock_is_undone_and_the_engine_serves_on(machine: VllmMachine) 
     # Not checkpointed: workers answer, and batches wait.
     assert len(engine.rpc("known_requests")) == 2
     engine.submit("queued")
-    assert engine.llm.wake_up()
+    assert engine.wake()
     assert engine.finish() == {"queued": tokens}
     engine.llm.sleep(level=1)
     assert engine.used_bytes == [0, 0]

@@ -6,22 +6,15 @@ import json
 
 import pytest
 
+from checkpoint_executor.coordinator import VLLM_STAGES
 from tests.support.vllm_harness import PROMPT, Engine
 from tests.support.vllm_waiting import wait_until
 
 RANKS = 1
 
-DOWN = [
-    "measure_awake",
-    "worker_sleep",
-    "confirm_suspended",
-    "prepare_workspaces",
-    "lock",
-    "checkpoint",
-    "measure_asleep",
-]
-UP = ["admit_wake", "restore", "unlock", "restore_workspaces", "worker_wake", "measure_woken"]
-PARTIAL = ["admit_wake", "worker_wake", "measure_woken"]
+DOWN = [stage.name for stage in VLLM_STAGES.down]
+UP = [stage.name for stage in VLLM_STAGES.up]
+PARTIAL = [stage.name for stage in VLLM_STAGES.wake]
 
 
 def stages(engine: Engine) -> list[list[str]]:
@@ -36,7 +29,7 @@ def test_sleep_leaves_the_device_empty_and_wake_is_bit_exact(engine: Engine) -> 
         engine.llm.sleep(level=1)
         assert engine.used_bytes == [0]
         assert engine.is_sleeping
-        assert engine.llm.wake_up()
+        assert engine.wake()
         assert engine.used_bytes == used
         assert engine.tokens() == tokens
     assert engine.llm.collective_rpc("compute_weight_checksums") == checksums
@@ -72,7 +65,7 @@ def test_level_0_is_a_pause_and_no_checkpoint(engine: Engine) -> None:
     assert engine.used_bytes == used
     assert engine.status.phase == "awake"
     engine.submit("queued")
-    assert engine.llm.wake_up()
+    assert engine.wake()
     assert engine.finish()["queued"] == engine.tokens()
 
 
@@ -92,13 +85,13 @@ def test_level_2_is_rejected_when_requested(engine: Engine) -> None:
 def test_the_first_partial_wake_restores_the_whole_process(engine: Engine) -> None:
     tokens = engine.tokens()
     engine.llm.sleep(level=1)
-    assert not engine.llm.wake_up(tags=["weights"])
+    assert not engine.wake(["weights"])
     assert engine.is_sleeping
     assert engine.status.phase == "awake"
     assert engine.status.sleeping == ("kv_cache",)
     # Weights can be updated now.
     assert len(engine.llm.collective_rpc("compute_weight_checksums")) == 1
-    assert engine.llm.wake_up(tags=["kv_cache"])
+    assert engine.wake(["kv_cache"])
     assert engine.tokens() == tokens
     assert stages(engine) == [DOWN, UP, PARTIAL]
 
@@ -141,11 +134,11 @@ def test_a_duplicate_tag_counts_once_and_an_awake_tag_is_a_no_op(engine: Engine)
     engine.llm.wake_up(tags=["kv_cache"])
     assert engine.status.sleeping == ("weights",)
     assert "tag 'kv_cache' is already awake" in engine.machine.cycles()[-1]["warnings"]
-    assert engine.llm.wake_up(tags=["weights", "weights"])
+    assert engine.wake(["weights", "weights"])
 
 
 def test_wake_when_awake_is_a_no_op(engine: Engine) -> None:
-    assert engine.llm.wake_up()
+    assert engine.wake()
     assert not engine.machine.cycles()[-1]["performed"]
     assert len(engine.tokens()) == 24
 
@@ -222,7 +215,7 @@ def test_release_drops_the_kv_cache_alone_and_is_no_checkpoint(engine: Engine) -
     assert 0 < engine.used_bytes[0] < used[0]
     # RPCs go through: this is not a checkpoint.
     assert len(engine.llm.collective_rpc("compute_weight_checksums")) == 1
-    assert engine.llm.wake_up(tags=["kv_cache"])
+    assert engine.wake(["kv_cache"])
     assert engine.used_bytes == used
     assert engine.tokens() == tokens
 
@@ -251,7 +244,7 @@ def test_sleep_after_a_release_runs_a_whole_cycle(engine: Engine) -> None:
     engine.llm.sleep(level=1)
     assert engine.used_bytes == [0]
     assert engine.status.phase == "checkpointed"
-    assert engine.llm.wake_up()
+    assert engine.wake()
     assert engine.tokens() == tokens
 
 
@@ -264,7 +257,7 @@ def test_wake_during_a_drain_is_answered_and_calls_the_sleep_off(engine: Engine)
     draining = engine.begin("sleep", 1, "wait")
     # The drain has begun once EngineCore says that it is paused.
     wait_until(lambda: engine.is_sleeping, "the scheduler is paused")
-    assert engine.llm.wake_up()
+    assert engine.wake()
     assert engine.finish() == {"running": tokens}
     with pytest.raises(Exception, match=r"a wake_up\(\) or resume overtook it.*Nothing was put to sleep"):
         draining.result(30)
@@ -310,7 +303,7 @@ def test_the_wake_asks_for_what_it_needs(engine: Engine) -> None:
             engine.llm.wake_up()
         assert engine.status.phase == "checkpointed"
         assert engine.is_sleeping
-    assert engine.llm.wake_up()
+    assert engine.wake()
     assert engine.tokens() == tokens
 
 

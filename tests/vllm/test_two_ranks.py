@@ -43,9 +43,9 @@ def test_the_workspace_hooks_run_around_the_driver_stages_on_every_rank(engine: 
 def test_a_partial_wake_resumes_the_communicators(engine: Engine) -> None:
     tokens = engine.tokens()
     engine.llm.sleep(level=1)
-    assert not engine.llm.wake_up(tags=["weights"])
+    assert not engine.wake(["weights"])
     assert len(engine.llm.collective_rpc("compute_weight_checksums")) == 2
-    assert engine.llm.wake_up(tags=["kv_cache"])
+    assert engine.wake(["kv_cache"])
     assert engine.tokens() == tokens
 
 
