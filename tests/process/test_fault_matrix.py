@@ -26,7 +26,7 @@ from checkpoint_executor.coordinator import OWN_STAGES
 from checkpoint_executor.driver_states import DriverCode
 from checkpoint_executor.faults import Fault, Injection, armed_name
 from checkpoint_executor.messages import Role
-from tests.support.executor_harness import SoftMachine, assert_failed, inject_helper, inject_worker
+from tests.support.executor_harness import SoftMachine, assert_failed, inject_helper, inject_worker, wait_until
 from tests.support.fault_matrix import (
     FAULTS,
     OPERATIONS,
@@ -194,6 +194,7 @@ def test_a_call_on_a_stopped_worker_ends_by_its_timeout_and_later_ones_at_once(m
         with pytest.raises(BusyError):
             within(0, call)
     os.kill(executor.pids["worker 1"], signal.SIGKILL)
+    wait_until(lambda: executor.phase == "failed", "the death is noticed")
     with pytest.raises(ProcessDiedError):
         within(SHORT_S, lambda: executor.collective_rpc("identify"))
 

@@ -397,6 +397,18 @@ class Bench:
             outcome = self._end(outcome)
         return msgspec.structs.replace(outcome, reused=reused)
 
+    def cycle(self, ranks: int) -> None:
+        """A sleep and a wake without a fault. Raises AssertionError if the weights are not what they were."""
+        executor = self._get(ranks)
+        executor.sleep()
+        executor.wake_up()
+        weights = executor.collective_rpc("read_weights")
+        _check(weights == [pattern(rank) for rank in range(ranks)], "the weights are not what they were")
+
+    @property
+    def machine(self) -> SoftMachine:
+        return self._machine
+
     def _get(self, ranks: int) -> CUDACheckpointExecutor:
         if self._executor is not None and self._executor.config.tensor_parallel_size != ranks:
             self._executor.shutdown()
