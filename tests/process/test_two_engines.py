@@ -31,7 +31,7 @@ def try_to_wake(executor: CUDACheckpointExecutor, go: threading.Barrier, outcome
 def test_two_engines_that_wake_at_once_50_times_are_never_lost(machine: SoftMachine) -> None:
     # Room for one engine awake and the other asleep, and for half of another.
     one = CONTEXT_BYTES + WEIGHTS_BYTES + KV_CACHE_BYTES
-    options = {"soft_capacity_bytes": one + one // 2, "wake_margin_bytes": 0, "device_ids": ("SOFT-0",)}
+    options: dict[str, Any] = {"soft_capacity_bytes": one + one // 2, "wake_margin_bytes": 0, "device_ids": ("SOFT-0",)}
     engines = {}
     for name in ("a", "b"):
         engines[name] = machine.make(**options)
@@ -62,7 +62,10 @@ def test_two_engines_that_wake_at_once_50_times_are_never_lost(machine: SoftMach
 
 def test_without_admission_the_loser_is_lost(machine: SoftMachine) -> None:
     """What the test above would be worth if the room were never short: nothing. Here it is, and nobody asks."""
-    options = {"soft_capacity_bytes": 2 * (CONTEXT_BYTES + WEIGHTS_BYTES + KV_CACHE_BYTES), "wake_margin_bytes": 0}
+    options: dict[str, Any] = {
+        "soft_capacity_bytes": 2 * (CONTEXT_BYTES + WEIGHTS_BYTES + KV_CACHE_BYTES),
+        "wake_margin_bytes": 0,
+    }
     executor = machine.make(**options)
     executor.sleep()
     machine.take_all_but(CONTEXT_BYTES)
