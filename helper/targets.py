@@ -32,11 +32,15 @@ class HeldTarget:
     def __init__(self, target: Target) -> None:
         self.target = target
         self.pidfd = procfs.open_pidfd(target.pid, target.start_time)
-        if procfs.thread_group_leader(target.pid) != target.pid:
-            raise PermissionError(f"{target.pid} is a thread id, not a process")
-        if procfs.owner_uid(target.pid) != os.getuid():
-            raise PermissionError(f"process {target.pid} belongs to uid {procfs.owner_uid(target.pid)}, not to us")
-        self._leads_group = os.getpgid(target.pid) == target.pid
+        try:
+            if procfs.thread_group_leader(target.pid) != target.pid:
+                raise PermissionError(f"{target.pid} is a thread id, not a process")
+            if procfs.owner_uid(target.pid) != os.getuid():
+                raise PermissionError(f"process {target.pid} belongs to uid {procfs.owner_uid(target.pid)}, not to us")
+            self._leads_group = os.getpgid(target.pid) == target.pid
+        except OSError:
+            os.close(self.pidfd)
+            raise
         #: Device bytes the driver gave back when it checkpointed the process: what its restore will take.
         self.checkpointed_bytes = 0
         #: The device when it was last measured.

@@ -4,6 +4,7 @@
     scripts/fault_matrix.py                    # all of it; about half an hour on two cores
     scripts/fault_matrix.py --list             # count the cells, run none
     scripts/fault_matrix.py --only 'undo from' # cells whose name matches a regular expression
+    scripts/fault_matrix.py --again            # those that ended wrongly in the last run, and put them into its files
 
 Prints the table of cells and how they ended; writes ``fault-matrix.json`` (every cell) and ``fault-matrix.md`` (the
 summary) into ``--out``. A cell that ends wrongly is run once more, and reported if it takes two attempts. The exit
@@ -57,7 +58,9 @@ _SIGNS = {"succeeds": "s", "refused": "r", "fatal": "F", "wrong": "WRONG"}
 def run_chunk(cells: Sequence[Cell]) -> tuple[list[Outcome], list[tuple[Cell, str]]]:
     """Outcomes, and cells that this machine cannot run with the reason."""
     warm_up_zmq()
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup leaves it ignored, also in what is started from here
+    # nohup leaves these ignored, or a shell for what it runs in the background: also in what is started from here.
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
     outcomes: list[Outcome] = []
     unable: list[tuple[Cell, str]] = []
     with Bench() as bench:
@@ -70,6 +73,17 @@ def run_chunk(cells: Sequence[Cell]) -> tuple[list[Outcome], list[tuple[Cell, st
                 outcome = msgspec.structs.replace(bench.run(cell), first_problem=outcome.problem)
             outcomes.append(outcome)
     return outcomes, unable
+
+
+def read(path: Path) -> tuple[float, list[Outcome]]:
+    """What an earlier run took, and its outcomes."""
+    earlier = json.loads(path.read_text())
+    outcomes = []
+    for record in earlier["cells"]:
+        cell = msgspec.convert({name: record[name] for name in Cell.__struct_fields__}, Cell)
+        optional = {name: record[name] for name in ("gone_s", "reused", "problem", "first_problem") if name in record}
+        outcomes.append(Outcome(cell, record["ends"], **{"problem": "", **optional}, call_s=record["call_s"]))
+    return earlier["summary"]["wall_s"], outcomes
 
 
 def summary(outcomes: Sequence[Outcome], listed: Counter[str], wall_s: float, jobs: int) -> dict[str, Any]:
@@ -182,7 +196,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a regular expression on the cell's name")
     parser.add_argument("--jobs", type=int, default=3, help="processes; most of a hang is waiting")
     parser.add_argument("--list", action="store_true", help="count the cells and run none")
-    parser.add_argument("--out", type=Path, default=None, help="folder (default: docs/measurements/DATE-software-device)")
+    parser.add_argument("--again", action="store_true", help="run what ended wrongly, update the files of the last run")
+    parser.add_argument("--out", type=Path, default=None, help="default: docs/measurements/DATE-software-device")
     arguments = parser.parse_args()
     console = Console(width=200)
 
@@ -207,6 +222,14 @@ def main() -> int:
 
     begun = time.monotonic()
     outcomes: list[Outcome] = []
+    kept: list[Outcome] = []
+    before_s = 0.0
+    folder = arguments.out or REPOSITORY / "docs" / "measurements" / f"{date.today().isoformat()}-software-device"
+    if arguments.again:
+        before_s, earlier = read(folder / "fault-matrix.json")
+        kept = [outcome for outcome in earlier if not outcome.problem]
+        known = {outcome.cell for outcome in kept}
+        cells = [cell for cell in cells if cell not in known]
     # Cells of one size together, so that survivors are of use.
     chunks = [cells[start : start + CHUNK] for start in range(0, len(cells), CHUNK)]
     with ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -217,15 +240,17 @@ def main() -> int:
             for outcome in ended:
                 if outcome.problem or outcome.first_problem:
                     attempt = "WRONG" if outcome.problem else "second attempt"
-                    console.print(f"{attempt}: {outcome.cell}: {outcome.problem or outcome.first_problem}", markup=False)
+                    console.print(
+                        f"{attempt}: {outcome.cell}: {outcome.problem or outcome.first_problem}", markup=False
+                    )
             console.print(f"{len(outcomes)} of {len(cells)} cells, {time.monotonic() - begun:.0f} s")
-    order = {cell: number for number, cell in enumerate(cells)}
-    outcomes.sort(key=lambda outcome: order[outcome.cell])
+    order = {cell: number for number, cell in enumerate(all_cells(tuple({*SIZES, *arguments.sizes})))}
+    outcomes = sorted([*kept, *outcomes], key=lambda outcome: order[outcome.cell])
 
-    facts = summary(outcomes, listed, time.monotonic() - begun, arguments.jobs)
+    facts = summary(outcomes, listed, before_s + time.monotonic() - begun, arguments.jobs)
+    facts["run_again"] = len(cells) if arguments.again else 0
     print_tables(console, outcomes)
     console.print_json(json.dumps({key: value for key, value in facts.items() if key != "listed_not_run"}))
-    folder = arguments.out or REPOSITORY / "docs" / "measurements" / f"{date.today().isoformat()}-software-device"
     folder.mkdir(parents=True, exist_ok=True)
     records = [
         {
@@ -234,12 +259,16 @@ def main() -> int:
             "why": expected(outcome.cell).why,
             "call_s": round(outcome.call_s, 4),
             **({} if outcome.gone_s is None else {"gone_s": round(outcome.gone_s, 4)}),
+            **({"reused": True} if outcome.reused else {}),
             **({"problem": outcome.problem} if outcome.problem else {}),
+            **({"first_problem": outcome.first_problem} if outcome.first_problem else {}),
         }
         for outcome in outcomes
     ]
     lines = ",\n".join(json.dumps(record) for record in records)
-    (folder / "fault-matrix.json").write_text(f'{{"summary": {json.dumps(facts, indent=1)},\n"cells": [\n{lines}\n]}}\n')
+    (folder / "fault-matrix.json").write_text(
+        f'{{"summary": {json.dumps(facts, indent=1)},\n"cells": [\n{lines}\n]}}\n'
+    )
     (folder / "fault-matrix.md").write_text(markdown(outcomes, facts))
     return 1 if facts["wrong"] else 0
 

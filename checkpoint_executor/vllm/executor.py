@@ -4,8 +4,9 @@ Knows vLLM's ``MultiprocExecutor`` and what EngineCore asks of it. It does not k
 failure means, or how a process is locked: the coordinator, the control thread and the helper are the ones that
 :class:`checkpoint_executor.CUDACheckpointExecutor` has.
 
-Two threads of EngineCore matter here. Its main thread makes every call and is the only one that may use vLLM's queues, so it
-performs the workers' stages while it waits for an operation. vLLM's monitor thread calls :meth:`shutdown` when a
+Two threads of EngineCore matter here. Its main thread makes every call and is the only one that may use vLLM's
+queues, so it performs the workers' stages while it waits for an operation. vLLM's monitor thread calls
+:meth:`CUDACheckpointExecutor.shutdown` when a
 worker dies, at any moment.
 """
 
@@ -394,7 +395,7 @@ class CUDACheckpointExecutor(MultiprocExecutor):  # type: ignore[misc, unused-ig
 
     # -- calls to the workers --------------------------------------------------------------------
 
-    def collective_rpc(  # noqa: PLR0913 - vLLM's signature; EngineCore passes the first four by position
+    def collective_rpc(  # EngineCore passes the first four by position
         self,
         method: str | Callable[..., Any],
         timeout: float | None = None,
@@ -453,11 +454,11 @@ class CUDACheckpointExecutor(MultiprocExecutor):  # type: ignore[misc, unused-ig
         if self._owner_pid not in (0, os.getpid()):
             return  # a forked child: they are not its workers
         control = self._control
-        if control is not None and self._closing is None and not getattr(self, "is_failed", False):
-            if control.phase is Phase.AWAKE:
-                # Said before vLLM closes the death pipes, so that the workers' exits are expected. Asleep it would
-                # kill at once, which vLLM's monitor must not see before it knows of the shutdown.
-                self._closing = control.submit(ShutdownRequested).future
+        healthy = self._closing is None and not getattr(self, "is_failed", False)
+        if control is not None and healthy and control.phase is Phase.AWAKE:
+            # Said before vLLM closes the death pipes, so that the workers' exits are expected. Asleep it would kill at
+            # once, which vLLM's monitor must not see before it knows of the shutdown.
+            self._closing = control.submit(ShutdownRequested).future
         super().shutdown()
 
     def _ensure_worker_termination(self, worker_procs: list[Any]) -> None:
@@ -497,8 +498,8 @@ def _summary(report: CycleReport) -> str:
 def _config_being_built() -> Any:
     """The VllmConfig whose construction is asking, if that is who asks.
 
-    vLLM passes it to nothing of ours at that point, so it is taken from the caller's frame. If vLLM changes there, nothing is found,
-    and the check happens in EngineCore alone.
+    vLLM passes it to nothing of ours at that point, so it is taken from the caller's frame. If vLLM changes there,
+    nothing is found, and the check happens in EngineCore alone.
     """
     frame = sys._getframe(1)
     for _ in range(4):
@@ -528,8 +529,8 @@ def _use_faster_pinning() -> None:
 def _end_with_the_front_end() -> None:
     """End this EngineCore when the process that started it is gone.
 
-    vLLM's EngineCore does not notice a front end that was killed, and keeps its workers and their GPUs for ever (tried).
-    The workers die with it: those that are starting by our hand, the others by the helper's.
+    vLLM's EngineCore does not notice a front end that was killed, and keeps its workers and their GPUs for ever
+    (tried). The workers die with it: those that are starting by our hand, the others by the helper's.
     """
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:

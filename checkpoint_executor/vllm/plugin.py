@@ -41,8 +41,8 @@ def _explain_wrong_executor() -> None:
         def __subclasscheck__(cls, subclass: type) -> bool:
             if (subclass.__module__, subclass.__qualname__) == _OWN:
                 raise TypeError(
-                    "checkpoint_executor.CUDACheckpointExecutor is the executor that needs no engine: it starts workers "
-                    "of your own class. For vLLM pass distributed_executor_backend="
+                    "checkpoint_executor.CUDACheckpointExecutor is the executor that needs no engine: it starts "
+                    "workers of your own class. For vLLM pass distributed_executor_backend="
                     '"checkpoint_executor.vllm.CUDACheckpointExecutor" (or that class)'
                 )
             return super().__subclasscheck__(subclass)

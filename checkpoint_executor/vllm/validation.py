@@ -99,8 +99,8 @@ def _check_parallel(verdict: Verdict, config: Any, standard_worker: str) -> None
         )
     if parallel.worker_extension_cls:
         verdict.problems.append(
-            f"worker_extension_cls={parallel.worker_extension_cls}: an extension may hold CUDA memory that a checkpoint "
-            "cannot carry; not supported"
+            f"worker_extension_cls={parallel.worker_extension_cls}: an extension may hold CUDA memory that a "
+            "checkpoint cannot carry; not supported"
         )
 
 
@@ -153,10 +153,10 @@ def _check_outside_memory(verdict: Verdict, config: Any) -> None:
     ipc = getattr(multimodal, "mm_tensor_ipc", "direct_rpc")
     if ipc != "direct_rpc":
         verdict.problems.append(f"mm_tensor_ipc={ipc!r}: shares memory with the front end; must be 'direct_rpc'")
-    load = getattr(config, "load_config", None)
-    if str(getattr(load, "load_format", "")) in ("ipc_cache", "modelexpress"):
+    load_format = getattr(getattr(config, "load_config", None), "load_format", "auto")
+    if str(load_format) in ("ipc_cache", "modelexpress"):
         verdict.problems.append(
-            f"load_format={load.load_format!r}: weights come from another process by CUDA IPC or RDMA; not supported"
+            f"load_format={load_format!r}: weights come from another process by CUDA IPC or RDMA; not supported"
         )
     profiler = getattr(getattr(config, "profiler_config", None), "profiler", None)
     if profiler is not None:
@@ -181,8 +181,8 @@ def _check_communication(verdict: Verdict, config: Any, environ: Mapping[str, st
         return
     if not suspend and verdict.communication == communication.SUSPEND:
         verdict.problems.append(
-            "enable_nccl_comm_suspend=True is missing: without it NCCL's peer memory stays, the checkpoint succeeds and "
-            "its restore fails for ever (or choose the socket-only environment, see docs/vllm.md)"
+            "enable_nccl_comm_suspend=True is missing: without it NCCL's peer memory stays, the checkpoint succeeds "
+            "and its restore fails for ever (or choose the socket-only environment, see docs/vllm.md)"
         )
     if not parallel.disable_custom_all_reduce:
         verdict.problems.append(

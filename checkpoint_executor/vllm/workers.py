@@ -134,10 +134,14 @@ class WorkerSide:
         """UUID of this worker's GPU as NVML writes it."""
         import torch
 
-        return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        return f"GPU-{uuid.removeprefix('GPU-')}"
 
     def bytes_by_name(self) -> Figures:
-        """What cumem has: by tag, and ``suspendable`` for what any first wake brings back whatever its tags."""
+        """What cumem has: by tag, and ``suspendable`` for what any first wake brings back whatever its tags.
+
+        Asked while awake: it also asks NCCL.
+        """
         from vllm.device_allocator import get_mem_allocator_instance
 
         figures: Figures = dict.fromkeys((*ALL_TAGS, "suspendable"), 0)
@@ -193,15 +197,15 @@ class WorkerSide:
             _require_suspendable(name, communicator)
             if not communicator._suspended:
                 raise RuntimeError(
-                    f"the NCCL communicator of group {name!r} still holds its GPU memory after sleep: a checkpoint would "
-                    "succeed and its restore fail for ever"
+                    f"the NCCL communicator of group {name!r} still holds its GPU memory after sleep: a checkpoint "
+                    "would succeed and its restore fail for ever"
                 )
         return {}
 
     def prepare_workspaces(self) -> Figures:
         self.worker.checkpoint_prepare()
-        # No collection first: it takes a second over vLLM's heap, cumem's sleep has just made one, and what it would find
-        # is not touched while the collector is off.
+        # No collection first: it takes a second over vLLM's heap, cumem's sleep has just made one, and what it would
+        # find is not touched while the collector is off.
         _kept.gc_was_enabled = gc.isenabled()
         gc.disable()
         return {}
@@ -213,7 +217,6 @@ class WorkerSide:
         return {}
 
     def wake(self, tags: Sequence[str]) -> Figures:
-        figures = self.bytes_by_name()
         # None wakes what has none of the known tags as well; naming all of them does not, before vLLM 0.32.
         self.worker.wake_up(tags=None if self.call.wakes_all else list(tags))
         if self.call.suspended:
@@ -222,7 +225,7 @@ class WorkerSide:
         # V2's model runner frees what it keeps for a request in the empty batch after the request's end.
         for batch in self.deferred:
             self.worker.execute_model(batch)
-        return {tag: figures.get(tag, 0) for tag in tags}
+        return {}
 
     def confirm_resumed(self, name: str, communicator: Any) -> None:
         """NCCL logs a failed import as a warning and carries on: only a collective proves the mappings."""
@@ -279,8 +282,8 @@ def _require_suspendable(name: str, communicator: Any) -> None:
     if communicator is None or communicator.disabled:
         raise RuntimeError(
             f"group {name!r} has no PyNccl communicator, so vLLM would fall back to PyTorch's own NCCL communicator, "
-            "which nobody suspends. vLLM disables PyNccl silently when the loaded NCCL is older than 2.29.7 (torch 2.11 "
-            "brings 2.28.9): put a newer libnccl.so.2 first, with LD_PRELOAD and VLLM_NCCL_SO_PATH"
+            "which nobody suspends. vLLM disables PyNccl silently when the loaded NCCL is older than 2.29.7 (torch "
+            "2.11 brings 2.28.9): put a newer libnccl.so.2 first, with LD_PRELOAD and VLLM_NCCL_SO_PATH"
         )
     if not communicator.nccl.has_symbol("ncclCommSuspend"):
         raise RuntimeError(f"the NCCL of group {name!r} has no ncclCommSuspend: 2.29.7 or later is needed")

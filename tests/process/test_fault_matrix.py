@@ -65,8 +65,9 @@ def test_every_fault_role_stage_state_and_size_is_in_the_matrix() -> None:
     for operation, state in (("sleep", "awake"), ("sleep", "partially awake"), ("wake", "asleep")):
         for stage in plan_of(operation, state):
             for role in Role:
-                here = [c for c in cells if (c.operation, c.state, c.stage, c.role) == (operation, state, stage.name, role)]
-                assert {"death by SIGKILL", "stop"} <= {cell.fault for cell in here}
+                place = (operation, state, stage.name, role)
+                here = {cell.fault for cell in cells if (cell.operation, cell.state, cell.stage, cell.role) == place}
+                assert {"death by SIGKILL", "stop"} <= here
 
 
 def test_no_cell_is_both_run_and_given_a_reason_not_to() -> None:
@@ -124,8 +125,7 @@ def undo_cells() -> list[Cell]:
     return [
         cell
         for cell in cells
-        if cell.role is role[cell.stage]
-        and (cell.fault == "exception" or cell.stage in elsewhere.get(cell.fault, ()))
+        if cell.role is role[cell.stage] and (cell.fault == "exception" or cell.stage in elsewhere.get(cell.fault, ()))
     ]
 
 

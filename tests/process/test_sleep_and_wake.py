@@ -55,6 +55,7 @@ def test_a_report_names_every_stage_in_order_with_each_ranks_time(executor: CUDA
         "suspend_communicators",
         "confirm_suspended",
         "prepare_workspaces",
+        "admit_sleep",
         "lock",
         "checkpoint",
         "measure_asleep",

@@ -42,14 +42,21 @@ __all__ = [
     "Gate",
     "Leaks",
     "SharedExecutor",
+    "Snapshot",
     "SoftMachine",
     "assert_failed",
     "in_thread",
     "inject",
     "inject_helper",
     "inject_worker",
+    "poll_exits",
+    "run_script",
     "running",
+    "snapshot",
+    "state_of",
+    "states_of",
     "wait_until",
+    "warm_up_zmq",
 ]
 
 #: How long a test waits for anything. Reached only when something is broken.

@@ -2,7 +2,7 @@
 
 A *cell* is one fault in one place: (fault, role, rank, stage) in one operation (a sleep, a wake, the undo of a sleep),
 from one state before it, at one tensor-parallel size. :func:`all_cells` is the full product; what makes no sense in it
-has a reason (:func:`senseless`), and what does has exactly one right ending (:func:`expected`), for the reason it gives.
+has a reason (:func:`senseless`), and what does has exactly one right ending (:func:`expected`), with its reason.
 Stages come from ``coordinator.OWN_STAGES``, so that a new stage is covered when it is added there.
 """
 
@@ -113,7 +113,8 @@ class Cell(Struct, frozen=True):
 
     def __str__(self) -> str:
         who = "helper" if self.role is Role.HELPER else f"worker {self.rank}"
-        return f"TP={self.ranks} {self.operation} from {self.state}: {self.fault} of {who} in {self.stage} (rank {self.rank})"
+        where = f"{self.stage} (rank {self.rank})"
+        return f"TP={self.ranks} {self.operation} from {self.state}: {self.fault} of {who} in {where}"
 
 
 class FaultKind(Struct, frozen=True):
@@ -198,9 +199,9 @@ def senseless(cell: Cell) -> str | None:
         return "a reading fails, or not: its code changes only the text"
     if kind.fault is Fault.WRONG_STATE and cell.stage not in _VERBS:
         return "only a verb of the driver's leads to a state"
-    if kind.fault is Fault.DIE and kind.signal not in _EVERYWHERE:
-        if cell.stage not in _SIGNAL_STAGES or cell.ranks > 1 or cell.operation == "undo":
-            return f"the signal changes only the status: every one is tried at TP=1 in {', '.join(_SIGNAL_STAGES)}"
+    everywhere = kind.fault is not Fault.DIE or kind.signal in _EVERYWHERE
+    if not everywhere and (cell.stage not in _SIGNAL_STAGES or cell.ranks > 1 or cell.operation == "undo"):
+        return f"the signal changes only the status: every one is tried at TP=1 in {', '.join(_SIGNAL_STAGES)}"
     return None
 
 
@@ -244,7 +245,7 @@ def expected(cell: Cell) -> Ending:
             return _but(good, "a frame that is not the awaited answer is dropped, and the right answer counts")
         case Fault.FULL_DIRECTORY:
             return _but(good, "nothing is written to the runtime directory after the start")
-        case Fault.DIE if kind.signal in _IGNORED or (kind.signal, cell.role) == (signal.SIGHUP, Role.HELPER):
+        case Fault.DIE if kind.signal in _IGNORED:
             return _deadline(stage, "the process ignores the signal and hangs")
         case Fault.DIE:
             return Ending("fatal", "a process died", "ProcessDiedError", stage.name, status=-kind.signal)
@@ -368,12 +369,21 @@ class Bench:
     def __enter__(self) -> Bench:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> str:
+        """End the executor. What it left behind, or nothing."""
         try:
             if self._executor is not None:
                 self._executor.shutdown()
+                self._executor = None
             self._machine.assert_empty()
             self._leaks.check()
+        except AssertionError as error:
+            return str(error)
+        return ""
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            _check(not (left := self.close()), left)
         finally:
             if self.can_fill:
                 subprocess.run(["umount", "-l", str(self._machine.runtime_base)], check=True)
@@ -492,9 +502,9 @@ class _Run:
             # Another rank than the cell's where there is one: only ranks that are locked are unlocked.
             other = 0 if self.cell.rank else self.cell.ranks - 1
             self.arm(Injection(Fault.DRIVER_ERROR, Role.HELPER, other, LOCK.name, code=int(DriverCode.NOT_READY)))
-        if self.kind.fault is None:
-            return
         cell, kind = self.cell, self.kind
+        if kind.fault is None:
+            return
         if self.performs:
             injection = Injection(
                 kind.fault, cell.role, cell.rank, cell.stage, code=kind.code, signal=kind.signal, delay_s=SLOW_S

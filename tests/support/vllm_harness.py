@@ -308,7 +308,7 @@ class Engine:
     def assert_gone(self, deadline_s: float = DEADLINE_S) -> None:
         """None of its processes is left, and they have left nothing."""
         for name, pid in self.pids.items():
-            wait_until(lambda pid=pid: not procfs.is_alive(pid), f"{name} ({pid}) is gone", deadline_s)
+            wait_until(lambda pid=pid: not procfs.is_alive(pid), f"{name} ({pid}) is gone", deadline_s)  # type: ignore[misc]
         self.machine.assert_empty(self.ranks)
 
     def close(self) -> None:

@@ -1,3 +1,4 @@
+# ruff: noqa: ARG003 - the names are vLLM's
 """An out-of-tree platform for vLLM on a machine without a GPU: the entry point that makes vLLM believe in a device.
 
 ``vllm.platform_plugins`` finds it through a ``.dist-info`` that ``vllm_harness`` writes. It only says what vLLM asks

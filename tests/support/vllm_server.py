@@ -127,7 +127,7 @@ def _decoded(data: bytes) -> Any:
 
 def _write_tokenizer(folder: Path) -> None:
     """One word for each token: the server wants a tokenizer."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, models, pre_tokenizers  # type: ignore[import-not-found, unused-ignore]
 
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(32000)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()

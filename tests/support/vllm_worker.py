@@ -1,8 +1,9 @@
-"""A worker for vLLM on the software device: real bytes in device memory, a real graph, real collectives, a tiny "model".
+"""A worker for vLLM on the software device: real bytes in device memory, a real graph, real collectives, a tiny model.
 
-The next token depends on the weights, on every token so far *as read from the KV cache*, and on a captured graph with an
-all-reduce in it. So tokens are the same after a sleep only if weights, graph and communicator came back, and a request
-that was kept over a sleep goes on right only if it was really computed again: the KV cache is poison after a wake.
+The next token depends on the weights, on every token so far *as read from the KV cache*, and on a captured graph with
+an all-reduce in it. So tokens are the same after a sleep only if weights, graph and communicator came back, and a
+request that was kept over a sleep goes on right only if it was really computed again: the KV cache is poison after a
+wake.
 """
 
 from __future__ import annotations

@@ -269,3 +269,19 @@ def test_a_childs_service_imports_no_torch_and_no_cuda(service: str) -> None:
 @pytest.mark.parametrize("module", [module for module in LIBRARY if module.is_pure], ids=lambda module: module.name)
 def test_a_pure_module_can_be_imported_alone(module: Module) -> None:
     assert imported_by(f"import {module.name}", *HEAVY) == []
+
+
+# ---------------------------------------------------------------------------------------------- the suite itself
+
+
+def test_a_test_that_hangs_fails(pytestconfig: pytest.Config) -> None:
+    # "thread" would orphan children: it ends the process without running the fixtures' clean-up.
+    assert 0 < float(pytestconfig.getini("timeout")) <= 300
+    assert pytestconfig.getini("timeout_method") == "signal"
+    assert pytestconfig.pluginmanager.hasplugin("timeout")
+
+
+def test_nobody_imports_from_a_conftest() -> None:
+    for path in (REPOSITORY / "tests").rglob("*.py"):
+        module = _read(path, path.stem)
+        assert [found for found in module.imports if "conftest" in f"{found.module}.{found.name}"] == [], path

@@ -10,6 +10,7 @@ from checkpoint_executor import ConfigError
 from checkpoint_executor.config import Deadlines, ExecutorConfig, parse, validate
 from checkpoint_executor.faults import Fault, Injection
 from checkpoint_executor.messages import DeadlineClass, Role
+from checkpoint_executor.preflight import CHECKS
 
 INJECTION = Injection(Fault.HANG, Role.HELPER, 0, "lock")
 
@@ -56,6 +57,9 @@ def test_every_option_can_be_given() -> None:
         "retain_backup": False,
         "deadlines": Deadlines(driver_s=5, driver_lock_s=1),
         "wake_margin_bytes": 0,
+        "host_margin_bytes": 0,
+        "verify_weights": True,
+        "ignore_preflight": (next(iter(CHECKS)),),
         "runtime_dir": "/somewhere",
         "soft_root": "/elsewhere",
         "soft_capacity_bytes": 1 << 30,
@@ -86,6 +90,7 @@ def test_every_problem_is_told_at_once() -> None:
         communication="carrier pigeon",
         deadlines={"driver_s": 5, "driver_lock_s": 5, "hook_s": 0, "start_s": float("inf")},
         wake_margin_bytes=-1,
+        host_margin_bytes=-1,
         soft_capacity_bytes=0,
         max_payload_bytes=10,
         worker_env={"A=B": "value", "NUL": "\0"},
@@ -102,6 +107,7 @@ def test_every_problem_is_told_at_once() -> None:
             "deadlines.start_s must be a positive number",
             "deadlines.driver_lock_s (5.0) must be below deadlines.driver_s (5.0)",
             "wake_margin_bytes must not be negative",
+            "host_margin_bytes must not be negative",
             "max_payload_bytes must be at least",
             "soft_capacity_bytes must be positive",
             "worker_env: 'A=B'",
@@ -165,6 +171,11 @@ def test_a_wrong_type_is_told_with_the_options_name(option: str, value: Any) -> 
 def test_a_deadline_is_a_positive_finite_number(name: str, seconds: float) -> None:
     (problem,) = problems_of(deadlines={name: seconds})
     assert problem.startswith(f"deadlines.{name} must be a positive number of seconds")
+
+
+def test_a_preflight_check_that_does_not_exist_cannot_be_ignored() -> None:
+    (problem,) = problems_of(ignore_preflight=["no_such_check"])
+    assert "no_such_check" in problem
 
 
 def test_faults_are_for_the_software_device_only() -> None:

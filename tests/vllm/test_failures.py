@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +14,8 @@ import pytest
 from checkpoint_executor import procfs
 from checkpoint_executor.faults import Fault, Injection
 from checkpoint_executor.messages import Role
-from tests.support.vllm_harness import REPOSITORY, Engine, VllmMachine
+from tests.support.vllm_forked import cycle_in_process, forked, hold_engine
+from tests.support.vllm_harness import Engine, VllmMachine
 from tests.support.vllm_waiting import wait_until
 
 
@@ -201,25 +200,13 @@ def test_sigkill_of_engine_core_leaves_no_orphan(machine: VllmMachine, asleep: b
 
 @pytest.mark.parametrize("asleep", [True, False], ids=["asleep", "awake"])
 def test_sigkill_of_the_front_end_leaves_no_orphan(machine: VllmMachine, asleep: bool) -> None:
-    environ = {**os.environ, **machine.environment(2), "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
-    told = {"options": machine.options(2), "asleep": asleep}
-    front_end = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.vllm_front_end_main", json.dumps(told)],
-        env=environ,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert front_end.stdout is not None
-        ready = next(line for line in front_end.stdout if line.startswith("READY "))
+    with forked(hold_engine, machine.environment(2), machine.options(2), asleep) as front_end:
+        core_pid = front_end.answer()
         (found,) = machine.statuses()
-        pids = [json.loads(ready.removeprefix("READY "))["core_pid"], *found.processes.values()]
+        pids = [core_pid, *found.processes.values()]
         assert len(pids) == 4
         assert found.phase == ("checkpointed" if asleep else "awake")
-    finally:
         front_end.kill()
-        front_end.wait()
-        front_end.stdout.close()
     for pid in pids:
         wait_until(lambda pid=pid: not procfs.is_alive(pid), f"{pid} is gone", 5)  # type: ignore[misc]
     machine.assert_empty(2)
@@ -230,23 +217,10 @@ def test_sigkill_of_the_front_end_leaves_no_orphan(machine: VllmMachine, asleep:
 
 def test_without_an_engine_core_process_errors_are_clear_too(machine: VllmMachine) -> None:
     """vLLM has no failure callback there: stock, a wake after a death is an assertion about follower nodes."""
-    told = {"options": machine.options(1), "runtime_base": str(machine.runtime_base)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.vllm_in_process_main", json.dumps(told)],
-        env={
-            **os.environ,
-            **machine.environment(1, VLLM_ENABLE_V1_MULTIPROCESSING="0"),
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    line = next((line for line in done.stdout.splitlines() if line.startswith("FACTS ")), None)
-    assert line is not None, done.stdout[-3000:] + done.stderr[-3000:]
-    facts = json.loads(line.removeprefix("FACTS "))
-    assert facts["asleep"] == [True, "checkpointed"]
+    environ = machine.environment(1, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    with forked(cycle_in_process, environ, machine.options(1), str(machine.runtime_base)) as front_end:
+        facts = front_end.answer()
+    assert facts["asleep"] == (True, "checkpointed")
     assert facts["same_tokens"]
     assert facts["rpc"].startswith("AsleepError: the workers are checkpointed")
     for call in ("wake", "health", "again"):
@@ -255,12 +229,10 @@ def test_without_an_engine_core_process_errors_are_clear_too(machine: VllmMachin
 
 
 def test_workers_that_are_spawned_instead_of_forked(machine: VllmMachine) -> None:
-    engine = machine.start(
-        2, environ={"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "PYTHONPATH": os.pathsep.join(sys.path)}
-    )
+    engine = machine.start(environ={"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "PYTHONPATH": os.pathsep.join(sys.path)})
     tokens = engine.tokens()
     engine.llm.sleep(level=1)
-    assert engine.used_bytes == [0, 0]
+    assert engine.used_bytes == [0]
     engine.llm.wake_up()
     assert engine.tokens() == tokens
     engine.llm.sleep(level=1)

@@ -1,0 +1,677 @@
+#!/usr/bin/env python3
+"""What vLLM does on real GPUs with our executor, and without: sleep, wake, tokens, memory, throughput, failures.
+
+    scripts/gpu_vllm.py --out DIR [--nccl LIBNCCL] [PART...]
+
+Each part runs in a process of its own with a hard limit of time, and leaves ``DIR/PART.json`` and ``DIR/PART.log``.
+A part that fails does not stop the others. The table comes last. ``--list`` names the parts, in the order in which
+they run when none is named: the most telling first, so that a budget (``--budget`` seconds) cuts off the least. Needs
+no network: the models are Qwen3's dimensions with dummy weights.
+
+No NVLink multicast anywhere: symmetric memory, NVLS and mnnvl are off in every part, the stock ones included, because
+on a shared host a multicast object can put GPUs out of service.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+EXECUTOR = "checkpoint_executor.vllm.CUDACheckpointExecutor"
+
+#: Qwen3's dimensions.
+MODELS: dict[str, dict[str, Any]] = {
+    "0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+}
+COMMON: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 40960,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 151936,
+}
+
+#: Offline, the V2 runner, and multicast off everywhere.
+ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    # The parts send functions of this file to the workers.
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_USE_NCCL_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
+}
+
+#: The rest of the accepted settings for more than one rank.
+SUSPEND = {"NCCL_IB_DISABLE": "1", "NCCL_CUMEM_ENABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0"}
+
+#: Engines that are only to be killed need no compiled model.
+QUICK = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+
+
+class Part(NamedTuple):
+    """One run. ``backend``: stock, or ours with cumem, cumem_arena, or the arena under cumem with graphs offloaded."""
+
+    name: str
+    kind: str
+    model: str
+    ranks: int
+    backend: str
+    limit_s: int
+    cycles: int = 10
+
+
+PARTS = [
+    Part("ours-8b-tp1", "cycles", "8b", 1, "arena+graphs", 240),
+    Part("ours-0.6b-tp2", "cycles", "0.6b", 2, "arena+graphs", 240),
+    Part("stock-8b-tp1", "cycles", "8b", 1, "stock", 200, 3),
+    Part("cumem_arena-8b-tp1", "cycles", "8b", 1, "cumem_arena", 200, 4),
+    Part("fail-worker", "fail_worker", "0.6b", 1, "arena", 120),
+    Part("fail-fit", "fail_fit", "0.6b", 1, "arena", 120),
+    Part("fail-core", "fail_core", "0.6b", 1, "arena", 120),
+    Part("ours-8b-tp2", "cycles", "8b", 2, "arena+graphs", 240),
+    Part("throughput-custom-1", "throughput", "8b", 2, "custom", 200),
+    Part("throughput-ours-1", "throughput", "8b", 2, "arena+graphs", 220),
+    Part("ours-0.6b-tp1", "cycles", "0.6b", 1, "arena+graphs", 200),
+    Part("stock-0.6b-tp2", "cycles", "0.6b", 2, "stock", 200, 3),
+    Part("stock-8b-tp2", "cycles", "8b", 2, "stock", 220, 3),
+    Part("stock-0.6b-tp1", "cycles", "0.6b", 1, "stock", 180, 3),
+    Part("cumem-8b-tp1", "cycles", "8b", 1, "cumem", 220, 4),
+    Part("throughput-custom-2", "throughput", "8b", 2, "custom", 200),
+    Part("throughput-ours-2", "throughput", "8b", 2, "arena+graphs", 220),
+    Part("fail-worker-tp2", "fail_worker", "0.6b", 2, "arena", 120),
+]
+
+#: Not run unless named: it needs FlashInfer, with its trtllm kernels compiled ahead.
+EXTRA = [Part("flashinfer-0.6b-tp2", "flashinfer", "0.6b", 2, "arena", 300)]
+
+
+# ---------------------------------------------------------------------------------------------- in the part's process
+
+
+class Recorder:
+    """The facts of a part; written after each step, so that a part that is cut off leaves what it had."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.facts: dict[str, Any] = {}
+
+    def __call__(self, **facts: Any) -> None:
+        self.facts.update(facts)
+        self._path.write_text(json.dumps(self.facts, indent=1, default=str))
+
+
+class Gpus:
+    """NVML's "used" of the GPUs in use, as nvidia-smi shows it (the driver's own reserve apart)."""
+
+    def __init__(self, count: int) -> None:
+        import pynvml
+
+        self._nvml: Any = pynvml
+        self._nvml.nvmlInit()
+        visible = [entry for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry]
+        indexes = [int(entry) for entry in visible] if all(map(str.isdigit, visible)) and visible else range(count)
+        self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in list(indexes)[:count]]
+
+    def used_mib(self) -> list[int]:
+        read = self._nvml.nvmlDeviceGetMemoryInfo
+        return [int(read(handle, self._nvml.nvmlMemory_v2).used) >> 20 for handle in self._handles]
+
+    def names(self) -> list[str]:
+        return [str(self._nvml.nvmlDeviceGetName(handle)) for handle in self._handles]
+
+    def driver(self) -> str:
+        return str(self._nvml.nvmlSystemGetDriverVersion())
+
+    def wait_empty(self, limit_mib: int, deadline_s: float) -> float | None:
+        """Seconds until no GPU has more in use; None if not in time."""
+        begun = time.monotonic()
+        while time.monotonic() - begun < deadline_s:
+            if all(used <= limit_mib for used in self.used_mib()):
+                return time.monotonic() - begun
+            threading.Event().wait(0.02)
+        return None
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    begun = time.monotonic()
+    result = call()
+    return time.monotonic() - begun, result
+
+
+def attempt(call: Callable[[], Any]) -> dict[str, Any]:
+    """Call, and say what a client sees and after how long."""
+    begun = time.monotonic()
+    try:
+        call()
+        outcome: dict[str, Any] = {"error": None}
+    except Exception as error:  # noqa: BLE001 - it is what is looked at
+        outcome = {"error": type(error).__name__, "message": str(error)[:600]}
+    return {**outcome, "seconds": round(time.monotonic() - begun, 3)}
+
+
+def write_model(name: str) -> str:
+    folder = Path(tempfile.mkdtemp(prefix=f"qwen3-{name}-"))
+    (folder / "config.json").write_text(json.dumps({**COMMON, **MODELS[name]}))
+    return str(folder)
+
+
+def engine_options(part: Part, **more: Any) -> dict[str, Any]:
+    """Arguments of ``LLM``."""
+    options: dict[str, Any] = {
+        "model": write_model(part.model),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "tensor_parallel_size": part.ranks,
+        "max_model_len": 4096,
+        "gpu_memory_utilization": 0.5,
+        "enable_prefix_caching": False,
+        "enable_sleep_mode": part.backend != "custom",
+        "seed": 1,
+    }
+    if part.ranks > 1:
+        options["disable_custom_all_reduce"] = part.backend != "custom"
+    if part.backend in ("stock", "custom"):
+        options["distributed_executor_backend"] = "mp"
+    else:
+        options["distributed_executor_backend"] = EXECUTOR
+        if part.ranks > 1:
+            options["enable_nccl_comm_suspend"] = True
+        if part.backend == "cumem_arena":
+            options["sleep_mode_backend"] = "cumem_arena"
+        if part.backend == "arena+graphs":
+            options["sleep_mode_offload_cudagraph"] = True
+    return {**options, **more}
+
+
+class Engine:
+    """A running ``LLM``."""
+
+    def __init__(self, part: Part, record: Recorder, **more: Any) -> None:
+        self.gpus = Gpus(part.ranks)
+        record(
+            part=part._asdict(),
+            gpus=self.gpus.names(),
+            driver=self.gpus.driver(),
+            mib_before_start=self.gpus.used_mib(),
+        )
+        import torch
+        import vllm
+        from vllm import LLM
+
+        record(versions={"vllm": vllm.__version__, "torch": torch.__version__, "nccl": os.environ.get("LD_PRELOAD")})
+        seconds, self.llm = timed(lambda: LLM(**engine_options(part, **more)))
+        record(start_s=round(seconds, 1), mib_awake=self.gpus.used_mib())
+
+    @property
+    def core_pid(self) -> int:
+        return int(self.llm.llm_engine.engine_core.resources.engine_manager.processes[0].pid)
+
+    def processes(self) -> dict[str, int]:
+        """Pids of the helper and the workers, from the executor's status."""
+        from checkpoint_executor import status
+
+        (found,) = [one for one in status.read_all() if one.pid == self.core_pid]
+        return dict(found.processes)
+
+    def outputs(self) -> dict[str, Any]:
+        """Greedy tokens and their exact logprobs for several prompts, one after another.
+
+        Together they would be batched as they arrive, and the last bits depend on the batch.
+        """
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1, ignore_eos=True, detokenize=False)
+        tokens, chosen = [], []
+        for number in range(24):
+            prompt = [{"prompt_token_ids": [1000 + 9973 * number % 140000 + 13 * j for j in range(48)]}]
+            (found,) = self.llm.generate(prompt, parameters, use_tqdm=False)
+            row = list(found.outputs[0].token_ids)
+            tokens.append(row)
+            entries = zip(row, found.outputs[0].logprobs, strict=True)
+            chosen.append([float(entry[token].logprob) for token, entry in entries])
+        return {"tokens": tokens, "logprobs": chosen}
+
+    def first_request_s(self) -> float:
+        """One short request."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+        prompt = [{"prompt_token_ids": list(range(100, 164))}]
+        return timed(lambda: self.llm.generate(prompt, parameters, use_tqdm=False))[0]
+
+    def checksums(self) -> Any:
+        return self.llm.collective_rpc("compute_weight_checksums")
+
+    def tokens_per_second(self, requests: int = 64, length: int = 128) -> float:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
+        prompts = [{"prompt_token_ids": [500 + i + j for j in range(128)]} for i in range(requests)]
+        seconds, _ = timed(lambda: self.llm.generate(prompts, parameters, use_tqdm=False))
+        return requests * length / seconds
+
+
+def run_cycles(part: Part, record: Recorder) -> None:
+    """Sleep and wake, one of the cycles with a partial wake; everything that must not change is compared."""
+    engine = Engine(part, record)
+    engine.llm.collective_rpc(enlarge_embeddings)
+    before = engine.outputs()
+    distinct = len({token for row in before["tokens"] for token in row})
+    checksum_s, checksums = timed(engine.checksums)
+    record(
+        distinct_tokens=distinct,
+        same_before_any_sleep=engine.outputs() == before,
+        checksum_s=round(checksum_s, 2),
+        request_awake_s=[round(engine.first_request_s(), 4) for _ in range(3)],
+    )
+    cycles: list[dict[str, Any]] = []
+    for number in range(part.cycles):
+        partial = number == part.cycles // 2
+        sleep_s, _ = timed(lambda: engine.llm.sleep(level=1))
+        asleep = engine.gpus.used_mib()
+        if partial:
+            weights_s, _ = timed(lambda: engine.llm.wake_up(tags=["weights"]))
+            cache_s, _ = timed(lambda: engine.llm.wake_up(tags=["kv_cache"]))
+            wake_s = weights_s + cache_s
+        else:
+            wake_s, _ = timed(engine.llm.wake_up)
+        first_s = engine.first_request_s()
+        after = engine.outputs()
+        cycles.append(
+            {
+                "sleep_s": round(sleep_s, 3),
+                "wake_s": round(wake_s, 3),
+                "partial": partial,
+                "mib_asleep": asleep,
+                "mib_awake": engine.gpus.used_mib(),
+                "first_request_s": round(first_s, 4),
+                "same_tokens": after["tokens"] == before["tokens"],
+                "same_logprobs": after["logprobs"] == before["logprobs"],
+            }
+        )
+        record(cycles=cycles)
+    record(same_checksums=engine.checksums() == checksums, log=cycle_log())
+    later = [cycle for cycle in cycles[1:] if not cycle["partial"]]
+    record(
+        summary={
+            "mib_asleep": max(used for cycle in cycles for used in cycle["mib_asleep"]),
+            "sleep_first_s": cycles[0]["sleep_s"],
+            "sleep_later_s": _median(later, "sleep_s"),
+            "wake_first_s": cycles[0]["wake_s"],
+            "wake_later_s": _median(later, "wake_s"),
+            "first_request_s": _median(later, "first_request_s"),
+            "distinct_tokens": distinct,
+            "identical": all(cycle["same_tokens"] and cycle["same_logprobs"] for cycle in cycles)
+            and bool(record.facts["same_checksums"]),
+            "cycles": len(cycles),
+        }
+    )
+
+
+def enlarge_embeddings(worker: Any) -> None:
+    """In the worker: dummy weights are so small that every prompt ends in the same few tokens. This spreads them."""
+    for name, parameter in worker.worker.model_runner.get_model().named_parameters():
+        if "embed_tokens" in name:
+            parameter.data.mul_(300)
+
+
+def run_throughput(part: Part, record: Recorder) -> None:
+    """Tokens per second: vLLM's own all-reduce (stock), or ours before any sleep and after cycles, in one launch."""
+    engine = Engine(part, record)
+    engine.tokens_per_second()  # warm
+    before = [round(engine.tokens_per_second(), 1) for _ in range(4)]
+    record(tokens_per_s_before=before)
+    summary: dict[str, Any] = {"tokens_per_s": statistics.median(before)}
+    if part.backend != "custom":
+        for _ in range(2):
+            engine.llm.sleep(level=1)
+            engine.llm.wake_up()
+        engine.tokens_per_second()
+        after = [round(engine.tokens_per_second(), 1) for _ in range(4)]
+        record(tokens_per_s_after=after)
+        summary["tokens_per_s_after"] = statistics.median(after)
+        summary["after_to_before"] = round(statistics.median(after) / statistics.median(before), 4)
+    record(summary=summary)
+
+
+def run_fail_worker(part: Part, record: Recorder) -> None:
+    """A worker is killed while asleep."""
+    engine = Engine(part, record, compilation_config=QUICK)
+    engine.llm.sleep(level=1)
+    pids = engine.processes()
+    record(mib_asleep=engine.gpus.used_mib())
+    os.kill(pids["worker 0"], signal.SIGKILL)
+    gone_s = wait_gone(pids.values(), 20)
+    seen = attempt_in_thread(engine.llm.wake_up, 15)
+    empty_s = engine.gpus.wait_empty(limit_mib(record), 20)
+    later = attempt(engine.llm.wake_up)
+    record(
+        client_sees=seen,
+        then=later,
+        processes_gone_s=gone_s,
+        gpu_empty_s=empty_s,
+        mib_at_the_end=engine.gpus.used_mib(),
+        summary={"client": seen["error"], "client_s": seen["seconds"], "gone_s": gone_s, "mib": engine.gpus.used_mib()},
+    )
+
+
+def run_fail_fit(part: Part, record: Recorder) -> None:
+    """A wake that would not fit: another process has the GPU. Then it lets go, and the wake works."""
+    engine = Engine(part, record, compilation_config=QUICK)
+    before = engine.outputs()
+    engine.llm.sleep(level=1)
+    with Occupier() as occupier:
+        record(mib_occupied=engine.gpus.used_mib(), occupier_pid=occupier.pid)
+        seen = attempt(engine.llm.wake_up)
+        still = bool(engine.llm.llm_engine.is_sleeping())
+    engine.gpus.wait_empty(limit_mib(record), 10)
+    then = attempt(engine.llm.wake_up)
+    same = engine.outputs() == before
+    record(
+        client_sees=seen,
+        still_asleep=still,
+        then=then,
+        identical=same,
+        summary={"client": seen["error"], "client_s": seen["seconds"], "still_asleep": still, "identical": same},
+    )
+
+
+def run_fail_core(part: Part, record: Recorder) -> None:
+    """EngineCore is killed while asleep: nobody is left but the helper and the workers."""
+    engine = Engine(part, record, compilation_config=QUICK)
+    engine.llm.sleep(level=1)
+    pids = engine.processes()
+    core = engine.core_pid
+    os.kill(core, signal.SIGKILL)
+    gone_s = wait_gone([core, *pids.values()], 20)
+    empty_s = engine.gpus.wait_empty(limit_mib(record), 20)
+    seen = attempt_in_thread(engine.llm.wake_up, 10)
+    record(
+        processes_gone_s=gone_s,
+        gpu_empty_s=empty_s,
+        client_sees=seen,
+        mib_at_the_end=engine.gpus.used_mib(),
+        summary={"client": seen["error"], "client_s": seen["seconds"], "gone_s": gone_s, "mib": engine.gpus.used_mib()},
+    )
+
+
+def run_flashinfer(part: Part, record: Recorder) -> None:
+    """FlashInfer's trtllm workspace: whether its hooks really run, and whether tokens match."""
+    engine = Engine(part, record)
+    before = engine.outputs()
+    record(workspaces=engine.llm.collective_rpc(count_workspace_hooks))
+    for _ in range(2):
+        engine.llm.sleep(level=1)
+        record(mib_asleep=engine.gpus.used_mib())
+        engine.llm.wake_up()
+    hooks = engine.llm.collective_rpc(hooks_that_ran)
+    same = engine.outputs() == before
+    record(hooks=hooks, identical=same, log=cycle_log(), summary={"hooks": hooks, "identical": same})
+
+
+def count_workspace_hooks(worker: Any) -> list[str]:
+    """In the worker: count the calls of FlashInfer's hooks from now on. The workspaces' types."""
+    import gc
+
+    from flashinfer.comm import allreduce
+
+    kind = allreduce.TRTLLMAllReduceFusionWorkspace
+    counts: dict[str, int] = {}
+    for name in ("checkpoint_prepare", "checkpoint_restore"):
+        original = getattr(kind, name)
+
+        def counted(self: Any, *args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
+            counts[_name] = counts.get(_name, 0) + 1
+            return _original(self, *args, **kwargs)
+
+        setattr(kind, name, counted)
+    worker.worker._hook_counts = counts
+    return [type(found).__name__ for found in gc.get_objects() if isinstance(found, kind)]
+
+
+def hooks_that_ran(worker: Any) -> dict[str, int]:
+    return dict(worker.worker._hook_counts)
+
+
+class Occupier:
+    """A process that takes nearly all of the first GPU."""
+
+    CODE = (
+        "import torch, sys\n"
+        "free = torch.cuda.mem_get_info()[0]\n"
+        "held = torch.empty(free - (512 << 20), dtype=torch.uint8, device='cuda')\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+
+    def __enter__(self) -> subprocess.Popen[str]:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", self.CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline().strip() == "ready"
+        return self._process
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def attempt_in_thread(call: Callable[[], Any], limit_s: float) -> dict[str, Any]:
+    """As :func:`attempt`, for a call that may never return: vLLM's client waits for ever for a dead EngineCore."""
+    outcome: dict[str, Any] = {"error": "no answer", "seconds": limit_s}
+    thread = threading.Thread(target=lambda: outcome.update(attempt(call)), daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return dict(outcome)
+
+
+def wait_gone(pids: Any, deadline_s: float) -> float | None:
+    """Seconds until none of the processes exists (a zombie counts as gone); None if not in time."""
+    from checkpoint_executor import procfs
+
+    begun = time.monotonic()
+    while time.monotonic() - begun < deadline_s:
+        if not any(procfs.is_alive(pid) for pid in pids):
+            return round(time.monotonic() - begun, 3)
+        threading.Event().wait(0.005)
+    return None
+
+
+def limit_mib(record: Recorder) -> int:
+    """What counts as empty: what the GPUs had before, and a little."""
+    return int(max(record.facts["mib_before_start"])) + 8
+
+
+def cycle_log() -> list[Any]:
+    path = os.environ.get("CHECKPOINT_EXECUTOR_LOG")
+    if not path or not Path(path).exists():
+        return []
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def _median(cycles: Sequence[dict[str, Any]], name: str) -> float | None:
+    return round(statistics.median(cycle[name] for cycle in cycles), 3) if cycles else None
+
+
+KINDS: dict[str, Callable[[Part, Recorder], None]] = {
+    "cycles": run_cycles,
+    "throughput": run_throughput,
+    "fail_worker": run_fail_worker,
+    "fail_fit": run_fail_fit,
+    "fail_core": run_fail_core,
+    "flashinfer": run_flashinfer,
+}
+
+
+def child(name: str, out: Path) -> None:
+    part = next(part for part in (*PARTS, *EXTRA) if part.name == name)
+    record = Recorder(out / f"{name}.json")
+    KINDS[part.kind](part, record)
+    record(completed=True)
+    # What is left is vLLM's orderly end, which is not measured here.
+    sys.stdout.flush()
+
+
+# ---------------------------------------------------------------------------------------------- the parts, one by one
+
+
+def environment(part: Part, out: Path, nccl: str | None) -> dict[str, str]:
+    environ = {**os.environ, **ENVIRONMENT}
+    paths = [str(REPOSITORY), str(plugin_site(out)), os.environ.get("PYTHONPATH", "")]
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if part.ranks > 1 and part.backend != "custom":
+        environ |= SUSPEND
+    if nccl and part.ranks > 1:
+        environ["LD_PRELOAD"] = environ["VLLM_NCCL_SO_PATH"] = nccl
+    if part.backend not in ("stock", "custom"):
+        environ["CHECKPOINT_EXECUTOR_LOG"] = str(out / f"{part.name}.jsonl")
+        if part.backend.startswith("arena"):
+            environ["CHECKPOINT_EXECUTOR_HOST_ARENA"] = "1"
+    if part.kind == "flashinfer":
+        environ["VLLM_ALLREDUCE_USE_FLASHINFER"] = "1"
+    return environ
+
+
+def plugin_site(out: Path) -> Path:
+    """A folder with the project's entry points, so that vLLM finds the plugin in a checkout that is not installed."""
+    site = out / "site"
+    info = site / "checkpoint_executor-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: checkpoint-executor\nVersion: 0\n")
+    groups = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["entry-points"]
+    text = "".join(
+        f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in names.items()) for group, names in groups.items()
+    )
+    (info / "entry_points.txt").write_text(text)
+    return site
+
+
+def run(part: Part, out: Path, nccl: str | None) -> dict[str, Any]:
+    """Run a part; what it recorded, and how it ended. Nothing of it is left."""
+    for suffix in (".json", ".jsonl"):
+        (out / f"{part.name}{suffix}").unlink(missing_ok=True)
+    begun = time.monotonic()
+    with (out / f"{part.name}.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), "--child", part.name, "--out", str(out)],
+            env=environment(part, out, nccl),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            how = f"exit {process.wait(part.limit_s)}"
+        except subprocess.TimeoutExpired:
+            how = f"cut off after {part.limit_s} s"
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+    path = out / f"{part.name}.json"
+    facts: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    threading.Event().wait(1)
+    return {**facts, "how": how, "seconds": round(time.monotonic() - begun, 1), "mib_after": _left(part.ranks)}
+
+
+def _left(ranks: int) -> Any:
+    try:
+        gpus = Gpus(ranks)
+        gpus.wait_empty(16, 5)
+        return gpus.used_mib()
+    except Exception as error:  # noqa: BLE001 - no NVML, no figure
+        return str(error)
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    lines = [f"{'part':22} {'how':10} {'s':>6} {'start':>6}  result"]
+    for name, result in results.items():
+        summary = result.get("summary") or {"failed": True}
+        text = ", ".join(f"{key} {value}" for key, value in summary.items())
+        lines.append(f"{name:22} {result['how'][:10]:10} {result['seconds']:6} {result.get('start_s', '-'):>6}  {text}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help="names, or beginnings of names; all if none is given")
+    parser.add_argument("--out", type=Path, default=Path("gpu-vllm"), help="directory of the results")
+    parser.add_argument("--nccl", default=os.environ.get("VLLM_NCCL_SO_PATH"), help="libnccl.so.2 of 2.29.7 or later")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="start no part after so many seconds")
+    parser.add_argument("--list", action="store_true", help="name the parts")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.list:
+        print("\n".join(part.name for part in (*PARTS, *EXTRA)))
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    out: Path = args.out.resolve()
+    if args.child:
+        child(args.child, out)
+        return 0
+    chosen = [part for part in (*PARTS, *EXTRA) if any(part.name.startswith(name) for name in args.parts)]
+    begun = time.monotonic()
+    results: dict[str, dict[str, Any]] = {}
+    for part in chosen or PARTS:
+        if time.monotonic() - begun > args.budget:
+            print(f"{part.name}: not begun, the budget is spent", flush=True)
+            continue
+        print(f"{part.name} ...", flush=True)
+        results[part.name] = run(part, out, args.nccl)
+        print(table({part.name: results[part.name]}).splitlines()[1], flush=True)
+        (out / "all.json").write_text(json.dumps(results, indent=1, default=str))
+    print()
+    print(table(results))
+    return 0 if all(result.get("completed") for result in results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
