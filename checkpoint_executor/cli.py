@@ -55,13 +55,61 @@ def _parser() -> argparse.ArgumentParser:
         prog="checkpoint-executor", description="Put tensor-parallel workers to sleep so that the GPU is empty."
     )
     parser.add_argument("--version", action="version", version=f"checkpoint-executor {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_LateParser)
     _add_demo(commands.add_parser("demo", help="sleep and wake an example model, and compare what it decodes"))
-    _add_doctor(commands.add_parser("doctor", help="look for what stands in the way of a sleep"))
+    _add_status(commands.add_parser("status", help="list this user's running executors, without asking their workers"))
+    commands.add_parser("doctor", help="look for what stands in the way of a sleep").fill = _fill_doctor
     return parser
 
 
-def _add_doctor(parser: argparse.ArgumentParser) -> None:
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "List the running executors of this user with their phase and last report. Reads files that the executors "
+        "write: no worker is called, so it answers while they are checkpointed. Exit status 0, also if there is none."
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--runtime-dir", metavar="DIR", help="where they make their directories (default: as they do)")
+    parser.set_defaults(run=_status)
+
+
+def _status(args: argparse.Namespace) -> int:
+    import msgspec
+
+    from checkpoint_executor.status import read_all
+
+    found = read_all(args.runtime_dir)
+    out = Console()
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(found)).decode())  # noqa: T201 - data, not for a terminal
+        return EXIT_OK
+    table = Table("pid", "front door", "model", "phase", "for", "asleep", "last", title="Executors", **_TABLE_STYLE)
+    for status in found:
+        report = status.last_report
+        table.add_row(
+            str(status.pid),
+            status.front_door,
+            escape(status.model),
+            status.phase,
+            f"{time.time() - status.since:.0f} s",
+            ", ".join(status.sleeping) or "-",
+            f"{report.operation} {report.wall_s:.2f} s" if report else "-",
+        )
+    out.print(table if found else "no executor of this user is running")
+    return EXIT_OK
+
+
+class _LateParser(argparse.ArgumentParser):
+    """A subcommand's parser that learns its arguments when it is used, because their module imports a lot."""
+
+    fill: Callable[[argparse.ArgumentParser], None] | None = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self.fill is not None:
+            self.fill(self)
+        return super().parse_known_args(args, namespace)
+
+
+def _fill_doctor(parser: argparse.ArgumentParser) -> None:
     from checkpoint_executor import doctor
 
     doctor.add_arguments(parser)

@@ -48,6 +48,7 @@ from checkpoint_executor.messages import (
 )
 from checkpoint_executor.preflight import Finding
 from checkpoint_executor.report import CycleReport
+from checkpoint_executor.status import StatusFile
 from checkpoint_executor.wire import Frame
 
 __all__ = ["CUDACheckpointExecutor"]
@@ -108,6 +109,7 @@ class CUDACheckpointExecutor:
             runtime_dir,
             _encode_spec(link.spec(Role.HELPER, HELPER)),
             processes.child_environment(os.environ, {}),
+            on_change=StatusFile("own", worker if isinstance(worker, str) else worker.__qualname__),
         )
         # Runs on shutdown(), on garbage collection, or at interpreter exit, once; in a forked child it does nothing.
         self._finalizer = weakref.finalize(self, _end, self._control, self._owner_pid)

@@ -240,9 +240,7 @@ def nvml_used_bytes(devices: Sequence[str] | None = None) -> UsedBytes:
         raise ConfigError(f"NVML: {error} (devices {devices or 'all'}). Nothing was started") from error
     # Version 2 counts the driver's own reserve (some 600 MiB on H200) apart, as nvidia-smi does; version 1 as used.
     version = pynvml.nvmlMemory_v2
-    return lambda: {
-        uuid: int(pynvml.nvmlDeviceGetMemoryInfo(handle, version).used) for uuid, handle in by_uuid.items()
-    }
+    return lambda: {uuid: int(pynvml.nvmlDeviceGetMemoryInfo(handle, version).used) for uuid, handle in by_uuid.items()}
 
 
 def soft_used_bytes(root: Path | str | None = None) -> UsedBytes:
