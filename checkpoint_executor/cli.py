@@ -103,7 +103,9 @@ class _LateParser(argparse.ArgumentParser):
 
     fill: Callable[[argparse.ArgumentParser], None] | None = None
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] - it is overloaded there, for types only
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
         if self.fill is not None:
             self.fill(self)
         return super().parse_known_args(args, namespace)

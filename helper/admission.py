@@ -74,8 +74,8 @@ def judge_sleep(held_bytes: int, freed_bytes: int | None, expected_bytes: int, l
         return ErrorInfo(
             kind="refused",
             message=(
-                f"the ordinary sleep freed {freed_bytes >> 20} MiB of the {expected_bytes >> 20} MiB that it should have: "
-                f"{missing >> 20} MiB are still held, by something the allocator does not know"
+                f"the ordinary sleep freed {freed_bytes >> 20} MiB of the {expected_bytes >> 20} MiB that it should "
+                f"have: {missing >> 20} MiB are still held, by something the allocator does not know"
             ),
             missing_bytes=missing,
         )
@@ -83,8 +83,8 @@ def judge_sleep(held_bytes: int, freed_bytes: int | None, expected_bytes: int, l
         return ErrorInfo(
             kind="refused",
             message=(
-                f"{held_bytes >> 20} MiB are still on the device after the ordinary sleep; the driver moves about 2 GB/s "
-                f"and would miss its deadline with more than {limit_bytes >> 20} MiB. Allocate through "
+                f"{held_bytes >> 20} MiB are still on the device after the ordinary sleep; the driver moves about "
+                f"2 GB/s and would miss its deadline with more than {limit_bytes >> 20} MiB. Allocate through "
                 "context.allocator, or raise deadlines.driver_s"
             ),
             missing_bytes=held_bytes - limit_bytes,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import json
 import os
 import platform
@@ -102,7 +103,7 @@ class BallastWorker(Worker):
         """Position-dependent sums of every block, taken on the device."""
         out = []
         for block in self.blocks:
-            words = block.view(self.torch.int64)
+            words: Any = block.view(self.torch.int64)
             total = 0
             for part in words.split(1 << 23):
                 index = self.torch.arange(1, part.numel() + 1, device=part.device)
@@ -196,8 +197,7 @@ class Bench:
             from checkpoint_executor.softgpu import SoftGpu, device_name
 
             return [SoftGpu(Path(self.args.soft_root), device_name(r)).used_bytes() for r in range(ranks)]
-        import pynvml
-
+        pynvml: Any = importlib.import_module("pynvml")
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(ranks)]
         return [int(pynvml.nvmlDeviceGetMemoryInfo(h, version=pynvml.nvmlMemory_v2).used) for h in handles]

@@ -9,6 +9,7 @@ hard timeout; several run at once. Writes one JSON file and prints a table last.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import signal
@@ -51,7 +52,8 @@ class SmallWorker(Worker):
         """Leave work on the GPU that outlasts the driver's lock timeout; returns at once."""
         import torch
 
-        torch.cuda._sleep(int(seconds * 1.9e9))
+        cuda: Any = torch.cuda
+        cuda._sleep(int(seconds * 1.9e9))
 
 
 def act_in_stage(executor: CUDACheckpointExecutor, stage: str, action: Any) -> None:
@@ -65,7 +67,7 @@ def act_in_stage(executor: CUDACheckpointExecutor, stage: str, action: Any) -> N
             control._send = original  # type: ignore[method-assign]
             action()
 
-    control._send = send  # type: ignore[method-assign]
+    control._send = send  # type: ignore[method-assign, assignment]
 
 
 def run_case(args: argparse.Namespace) -> dict[str, Any]:
@@ -240,8 +242,7 @@ def free_bytes(args: argparse.Namespace) -> int:
 
         gpu = SoftGpu(Path(args.soft_root), device_name(0))
         return gpu.total_bytes - gpu.used_bytes()
-    import pynvml
-
+    pynvml: Any = importlib.import_module("pynvml")
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     return int(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).free)
@@ -274,8 +275,7 @@ def used_bytes(args: argparse.Namespace) -> list[int]:
         from checkpoint_executor.softgpu import SoftGpu, device_name
 
         return [SoftGpu(Path(args.soft_root), device_name(0)).used_bytes()]
-    import pynvml
-
+    pynvml: Any = importlib.import_module("pynvml")
     pynvml.nvmlInit()
     handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
     return [int(pynvml.nvmlDeviceGetMemoryInfo(h, version=pynvml.nvmlMemory_v2).used) for h in handles]
@@ -284,8 +284,7 @@ def used_bytes(args: argparse.Namespace) -> list[int]:
 def device_ids(args: argparse.Namespace) -> list[str]:
     if args.device == "soft":
         return [""]
-    import pynvml
-
+    pynvml: Any = importlib.import_module("pynvml")
     pynvml.nvmlInit()
     handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
     return [str(pynvml.nvmlDeviceGetUUID(h)) for h in handles]

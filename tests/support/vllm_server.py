@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import signal
 import socket
-import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_executor import procfs, status
-from tests.support.vllm_harness import EXECUTOR, PROMPT, REPOSITORY, VllmMachine
+from tests.support.vllm_harness import EXECUTOR, PROMPT, VllmMachine
 from tests.support.vllm_waiting import DEADLINE_S, wait_until
 
 __all__ = ["Server"]
@@ -30,22 +29,20 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.log_path = machine.folder / "server.log"
-        environ = {
-            **os.environ,
-            **machine.environment(1, VLLM_SERVER_DEV_MODE="1"),
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)]),
-        }
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(machine.model)]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "soft"]
-        command += ["--load-format", "dummy", "--max-model-len", "512", "--enable-sleep-mode"]
-        command += ["--enable-server-load-tracking"]
-        command += ["--distributed-executor-backend", EXECUTOR]
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
+        command = ["vllm", "serve", str(machine.model), "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--served-model-name", "soft", "--load-format", "dummy", "--max-model-len", "512"]
+        command += ["--enable-sleep-mode", "--distributed-executor-backend", EXECUTOR, "--enable-server-load-tracking"]
+        # (The command line would spawn the rest as well; how workers start is another test's subject.)
+        environ = machine.environment(1, VLLM_SERVER_DEV_MODE="1", VLLM_WORKER_MULTIPROC_METHOD="fork")
+        # Forked, because this process has imported what a new one would import for 20 s.
+        self.process = multiprocessing.get_context("fork").Process(
+            target=_serve, args=(command, environ, self.log_path), name="api-server"
+        )
+        self.process.start()
 
     def wait_ready(self) -> None:
         def ready() -> bool:
-            assert self.process.poll() is None, self.log_path.read_text()[-4000:]
+            assert self.process.is_alive(), self.log_path.read_text()[-4000:]
             try:
                 return self.get("/health")[0] == 200
             except OSError:
@@ -94,15 +91,17 @@ class Server:
             return True
 
     def close(self) -> None:
+        assert self.process.pid is not None
         pids = [self.process.pid]
         for found in self.machine.statuses():
             pids += [found.pid, *found.processes.values()]
-        self.process.send_signal(signal.SIGTERM)
+        self.process.terminate()
         try:
-            self.process.wait(DEADLINE_S)
+            self.process.join(DEADLINE_S)
+            assert not self.process.is_alive(), "the server did not end"
         finally:
             self.process.kill()
-            self.process.wait()
+            self.process.join()
         for pid in pids:
             wait_until(lambda pid=pid: not procfs.is_alive(pid), f"{pid} is gone", 10)  # type: ignore[misc]
 
@@ -116,6 +115,19 @@ class Server:
                 return reply.status, _decoded(reply.read())
         except urllib.error.HTTPError as error:
             return error.code, _decoded(error.read())
+
+
+def _serve(command: list[str], environ: dict[str, str], log_path: Path) -> None:
+    """In the forked process: what the command line does."""
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    os.environ.update(environ)
+    sys.argv = command
+    from vllm.entrypoints.cli.main import main
+
+    main()
 
 
 def _decoded(data: bytes) -> Any:

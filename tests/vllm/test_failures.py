@@ -228,6 +228,7 @@ def test_without_an_engine_core_process_errors_are_clear_too(machine: VllmMachin
     machine.assert_empty()
 
 
+@pytest.mark.timeout(240)  # the worker imports vLLM anew
 def test_workers_that_are_spawned_instead_of_forked(machine: VllmMachine) -> None:
     engine = machine.start(environ={"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "PYTHONPATH": os.pathsep.join(sys.path)})
     tokens = engine.tokens()

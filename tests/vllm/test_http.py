@@ -13,6 +13,9 @@ from tests.support.vllm_harness import VllmMachine
 from tests.support.vllm_server import Server
 from tests.support.vllm_waiting import wait_until
 
+#: The first test starts the server, which imports half of vLLM first.
+pytestmark = pytest.mark.timeout(240)
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
