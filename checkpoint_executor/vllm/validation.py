@@ -118,6 +118,11 @@ def _check_sleep_mode(verdict: Verdict, config: Any, settings: Settings) -> None
             f"graphs only for the backend called {CUMEM_BACKEND!r}. Use that one, and CHECKPOINT_EXECUTOR_HOST_ARENA=1 "
             "for the same arena"
         )
+    if model.sleep_mode_backend == ARENA_BACKEND and not _is_registered(ARENA_BACKEND):
+        verdict.problems.append(
+            f"sleep_mode_backend={ARENA_BACKEND!r} is not registered: vLLM has not loaded the plugin 'checkpoint_executor'. "
+            "Is the package installed, and is it in VLLM_PLUGINS if you set that?"
+        )
     if settings.host_arena and model.sleep_mode_backend == ARENA_BACKEND:
         verdict.warnings.append(f"CHECKPOINT_EXECUTOR_HOST_ARENA=1 says again what {ARENA_BACKEND!r} means")
     if getattr(model, "sleep_preserve_parameter_names", None):
@@ -125,6 +130,17 @@ def _check_sleep_mode(verdict: Verdict, config: Any, settings: Settings) -> None
             "sleep_preserve_parameter_names has no effect: it is about sleep level 2, and only level 1 is supported "
             "here, which keeps every parameter"
         )
+
+
+def _is_registered(backend: str) -> bool:
+    """vLLM itself finds out at the first sleep."""
+    try:
+        from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+        SleepModeBackendFactory.get_backend_class(backend)
+    except (ImportError, ValueError):
+        return False
+    return True
 
 
 def _check_model_runner(verdict: Verdict, config: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,14 @@ from tests.support.executor_workers import RawWorker
 @pytest.fixture(scope="session", autouse=True)
 def _warm_zmq() -> None:
     warm_up_zmq()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _heed_ctrl_c() -> Iterator[None]:
+    """A shell that starts the tests in the background has them ignore SIGINT, and their children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")

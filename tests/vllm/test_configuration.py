@@ -91,6 +91,25 @@ def test_our_sleep_mode_backend_is_registered_and_accepted(make: Make) -> None:
     assert "cumem_arena" in SleepModeBackendFactory._registry
 
 
+def test_plain_cumem_gets_the_faster_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from checkpoint_executor.vllm.executor import _use_faster_pinning
+
+    faster = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    _use_faster_pinning()
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == faster
+    # What the user chose stays, in the variable that the user chose.
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    _use_faster_pinning()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == f"max_split_size_mb:64,{faster}"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "pinned_num_register_threads:2")
+    _use_faster_pinning()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "pinned_num_register_threads:2"
+
+
 # ---------------------------------------------------------------------------------------------- refused
 
 
@@ -172,6 +191,14 @@ def test_what_vllm_itself_may_not_let_through_is_refused_too(
     config = make(2)
     object.__setattr__(getattr(config, part) if part else config, name, value)
     assert expected in problems_of(lambda: SoftCheckpointExecutor.check(config, os.environ))
+
+
+def test_a_backend_whose_plugin_was_not_loaded_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+    monkeypatch.setattr(SleepModeBackendFactory, "_registry", {})
+    text = problems_of(lambda: make(1, sleep_mode_backend="cumem_arena"))
+    assert "sleep_mode_backend='cumem_arena' is not registered" in text
 
 
 def test_everything_that_is_wrong_is_named_in_one_message(make: Make) -> None:
