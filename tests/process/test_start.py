@@ -115,7 +115,11 @@ def test_worker_arguments_that_cannot_travel_are_refused_before_anything_is_star
 def test_a_start_that_takes_too_long_is_told(machine: SoftMachine, gate: Gate) -> None:
     deadlines = Deadlines(start_s=1.0)
     error = assert_start_fails(
-        machine, WaitingWorker, worker_args=(gate.path,), deadlines=deadlines, match="no answer in stage '(connect|build)'"
+        machine,
+        WaitingWorker,
+        worker_args=(gate.path,),
+        deadlines=deadlines,
+        match="no answer in stage '(connect|build)'",
     )
     assert error.deadline_s == 1.0
 
