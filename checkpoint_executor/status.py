@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from checkpoint_executor import directories, procfs
 from checkpoint_executor.control import Control
+from checkpoint_executor.coordinator import Phase
 from checkpoint_executor.errors import CheckpointExecutorError
 from checkpoint_executor.report import CycleReport
 
@@ -64,6 +65,9 @@ class StatusFile:
         self._since = 0.0
 
     def __call__(self, control: Control) -> None:
+        if control.phase in (Phase.CLOSING, Phase.CLOSED, Phase.FAILED):
+            # The helper, or the end of the control thread, is removing the directory: a file made meanwhile would stay.
+            return
         phase = str(control.phase)
         if phase != self._phase:
             self._phase, self._since = phase, time.time()

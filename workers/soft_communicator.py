@@ -145,7 +145,9 @@ class _Star:
         name = operation.encode()
         try:
             connection.sendall(_HEADER.pack(len(name), len(payload)) + name)
-            connection.sendall(payload)
+            # Nothing more if there is nothing more: the peer may have answered by now, and closed.
+            if payload:
+                connection.sendall(payload)
         except OSError as error:
             raise ConnectionError(f"{operation}: rank {peer} is gone") from error
 
