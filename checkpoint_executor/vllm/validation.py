@@ -120,8 +120,8 @@ def _check_sleep_mode(verdict: Verdict, config: Any, settings: Settings) -> None
         )
     if model.sleep_mode_backend == ARENA_BACKEND and not _is_registered(ARENA_BACKEND):
         verdict.problems.append(
-            f"sleep_mode_backend={ARENA_BACKEND!r} is not registered: vLLM has not loaded the plugin 'checkpoint_executor'. "
-            "Is the package installed, and is it in VLLM_PLUGINS if you set that?"
+            f"sleep_mode_backend={ARENA_BACKEND!r} is not registered: vLLM has not loaded the plugin "
+            "'checkpoint_executor'. Is the package installed, and is it in VLLM_PLUGINS if you set that?"
         )
     if settings.host_arena and model.sleep_mode_backend == ARENA_BACKEND:
         verdict.warnings.append(f"CHECKPOINT_EXECUTOR_HOST_ARENA=1 says again what {ARENA_BACKEND!r} means")
