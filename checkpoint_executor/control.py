@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
+from select import POLLIN, poll
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -84,6 +85,9 @@ from checkpoint_executor.wire import Frame
 
 __all__ = ["Control", "OutgoingCall", "Request", "WorkerLink", "call_error"]
 
+
+#: How long an error of a worker's waits for the death that may be behind it.
+_DYING_MS = 100
 
 #: So that a stream of messages cannot keep requests, deaths and deadlines waiting.
 _MESSAGES_A_TURN = 256
@@ -424,17 +428,32 @@ class Control:
         return stage.who is Who.WORKERS and sender == identity(Role.WORKER, reply.rank)
 
     def _on_stage_reply(self, reply: StageReply) -> None:
-        child = self._children.get(reply.rank)
-        if reply.error is not None and child is not None and child.poll_exit() is not None:
-            # Its death is the cause, the error only the consequence.
-            if child.pid not in self._exited:
-                self._on_exit(child)
+        if reply.error is not None and (dead := self._death_behind(reply)) is not None:
+            # The death is the cause, the error only the consequence.
+            if dead.pid not in self._exited:
+                self._on_exit(dead)
             return
         state = self._coordinator.state
         if (reply.cycle, reply.index) == (state.cycle, state.index):
             self._recorder.replied(reply)
             self._remember(reply)
         self._feed(Replied(reply.cycle, reply.index, reply.rank, reply.error, reply.state_before, reply.state_after))
+
+    def _death_behind(self, reply: StageReply) -> WatchedProcess | None:
+        """The child whose death explains an error: the rank's own, or that of a worker it was waiting for.
+
+        A dying process closes its sockets before it is a zombie, so that its peers can be faster than its pidfd.
+        """
+        stage = self._coordinator.state.stage
+        if stage is None or stage.who is not Who.WORKERS:
+            own = self._children.get(reply.rank)
+            return own if own is not None and own.poll_exit() is not None else None
+        workers = [child for child in self._children.values() if child.role is Role.WORKER]
+        poller = poll()
+        for child in workers:
+            poller.register(child.pidfd, POLLIN)
+        poller.poll(_DYING_MS)
+        return next((child for child in workers if child.poll_exit() is not None), None)
 
     def _remember(self, reply: StageReply) -> None:
         """Keep what later commands need: devices, methods, and bytes by tag."""
