@@ -214,6 +214,8 @@ class Engine:
         self.llm = LLM(**options)
         self.core_pid: int = self.client.resources.engine_manager.processes[0].pid
         self.pids = {"EngineCore": self.core_pid, **self.status.processes}
+        #: A pid alone may be another process's by the time it is looked at.
+        self._started = {pid: procfs.start_time(pid) for pid in self.pids.values()}
         self._closed = False
         self._call_ids = itertools.count(1)
 
@@ -305,10 +307,14 @@ class Engine:
             calm = calm + 1 if state == "S" else 0
             pause(0.005)
 
+    def is_alive(self, pid: int) -> bool:
+        """Whether one of its processes is there, and still the same."""
+        return procfs.is_alive(pid, self._started[pid])
+
     def assert_gone(self, deadline_s: float = DEADLINE_S) -> None:
         """None of its processes is left, and they have left nothing."""
         for name, pid in self.pids.items():
-            wait_until(lambda pid=pid: not procfs.is_alive(pid), f"{name} ({pid}) is gone", deadline_s)  # type: ignore[misc]
+            wait_until(lambda pid=pid: not self.is_alive(pid), f"{name} ({pid}) is gone", deadline_s)  # type: ignore[misc]
         self.machine.assert_empty(self.ranks)
 
     def close(self) -> None:
@@ -317,11 +323,11 @@ class Engine:
             return
         self._closed = True
         try:
-            if procfs.is_alive(self.core_pid):
+            if self.is_alive(self.core_pid):
                 self.settle()
             self.client.shutdown()
             self.assert_gone()
         finally:
             for pid in self.pids.values():  # or one failure would be many
-                if procfs.is_alive(pid):
+                if self.is_alive(pid):
                     os.kill(pid, signal.SIGKILL)
