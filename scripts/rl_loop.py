@@ -346,7 +346,7 @@ class Loop:
         if soft:
             given |= {"soft_root": str(self.soft_root), "soft_capacity_bytes": SOFT_CAPACITY_BYTES}
             given |= {"wake_margin_bytes": MIB}
-        shape: dict[str, Any] = {} if soft else {"hidden": 1024, "intermediate": 4096, "layers": 8}
+        shape: dict[str, Any] = {} if soft else {"hidden": 512, "intermediate": 2048, "layers": 4}
         ranks = self.ranks
 
         def make() -> CUDACheckpointExecutor:
