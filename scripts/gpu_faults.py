@@ -151,20 +151,24 @@ def raise_from_lock(driver: Any, pid: int) -> None:
     driver.lock(Target(0, pid, procfs.start_time(pid), ""), 1000)
 
 
-def no_room(executor: CUDACheckpointExecutor, args: argparse.Namespace, expected: Any) -> dict[str, Any]:
-    """Another process takes the memory while we sleep: the wake is refused, and works once it is gone."""
-    executor.sleep()
-    awake = executor.wake_up()
-    needed = awake.device_bytes_after[0] - executor.sleep().device_bytes_after[0]
-    hog = subprocess.Popen(
+def start_hog(args: argparse.Namespace) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+    """A process that holds the first device's memory until it gets a line, and what it says it took."""
+    process = subprocess.Popen(
         [sys.executable, __file__, "--hog", "--device", args.device, "--soft-root", args.soft_root],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert hog.stdout is not None
-    assert hog.stdin is not None
-    taken = json.loads(hog.stdout.readline())
+    assert process.stdout is not None
+    return process, json.loads(process.stdout.readline())
+
+
+def no_room(executor: CUDACheckpointExecutor, args: argparse.Namespace, expected: Any) -> dict[str, Any]:
+    """Another process takes the memory while we sleep: the wake is refused, and works once it is gone."""
+    executor.sleep()
+    awake = executor.wake_up()
+    needed = awake.device_bytes_after[0] - executor.sleep().device_bytes_after[0]
+    process, taken = start_hog(args)
     free = free_bytes(args)
     margin = executor.config.wake_margin_bytes
     result: dict[str, Any] = {"hog": taken, "needed_bytes": needed, "free_bytes": free, "margin_bytes": margin}
@@ -187,7 +191,7 @@ def no_room(executor: CUDACheckpointExecutor, args: argparse.Namespace, expected
             }
         result["phase_after_refusal"] = executor.phase
     finally:
-        hog.communicate("\n", timeout=30)
+        process.communicate("\n", timeout=30)
     report = executor.wake_up()
     result["wake_after_s"] = report.wall_s
     result["admit_wake_s"] = next(stage.wall_s for stage in report.stages if stage.name == "admit_wake")
@@ -198,14 +202,7 @@ def no_room(executor: CUDACheckpointExecutor, args: argparse.Namespace, expected
 def without_admission(executor: CUDACheckpointExecutor, args: argparse.Namespace) -> dict[str, Any]:
     """The same, had nobody asked first: the driver's restore runs out of memory, and the engine is lost."""
     executor.sleep()
-    hog = subprocess.Popen(
-        [sys.executable, __file__, "--hog", "--device", args.device, "--soft-root", args.soft_root],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert hog.stdout is not None
-    taken = json.loads(hog.stdout.readline())
+    process, taken = start_hog(args)
     control = executor._control
     original = control._arguments
 
@@ -232,7 +229,7 @@ def without_admission(executor: CUDACheckpointExecutor, args: argparse.Namespace
             "hog": taken,
         }
     finally:
-        hog.communicate("\n", timeout=30)
+        process.communicate("\n", timeout=30)
 
 
 def free_bytes(args: argparse.Namespace) -> int:
