@@ -7,13 +7,14 @@ import os
 import resource
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 from checkpoint_executor import procfs
 from tests.support.channel import Channel
 
-__all__ = ["arguments", "channel", "serve"]
+__all__ = ["CallsFromThread", "arguments", "channel", "serve"]
 
 
 def arguments() -> dict[str, Any]:
@@ -44,3 +45,34 @@ def serve(parent: Channel, commands: dict[str, Callable[..., Any]], **hello: Any
 
 if __name__ == "__main__":  # run as a module: a bystander
     serve(channel(), {})
+
+
+class CallsFromThread:
+    """The part of a target that makes a device call from a thread of its own: one that waits while it is locked."""
+
+    _caller: threading.Thread | None = None
+    _call_checksum: str | None = None
+
+    def checksum(self) -> str:
+        """A device call, and what it found."""
+        raise TypeError(f"{type(self).__name__} has no checksum")
+
+    def call_from_thread(self) -> None:
+        started = threading.Event()
+
+        def call() -> None:
+            started.set()
+            self._call_checksum = self.checksum()
+
+        self._call_checksum = None
+        self._caller = threading.Thread(target=call, daemon=True)
+        self._caller.start()
+        started.wait()
+
+    def call_done(self) -> bool:
+        return self._call_checksum is not None
+
+    def call_result(self) -> str | None:
+        if self._caller is not None:
+            self._caller.join()
+        return self._call_checksum

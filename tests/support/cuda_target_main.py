@@ -26,7 +26,7 @@ extern "C" __global__ void busy(volatile int *flags) {
 """
 
 
-class CudaTarget:
+class CudaTarget(child.CallsFromThread):
     def __init__(self, device: str, seed: int = 0, size_bytes: int = 0, leave_bytes: int | None = None) -> None:
         self._context = PrimaryContext(choose_device(device_uuids(), device, 0))
         if leave_bytes is None:
@@ -40,8 +40,6 @@ class CudaTarget:
         self._threads: list[threading.Thread] = []
         self._calls = 0
         self._flags: ctypes.Array[ctypes.c_int] | None = None
-        self._caller: threading.Thread | None = None
-        self._call_checksum: str | None = None
 
     def _fill(self, seed: int) -> str:
         expected = hashlib.sha256()
@@ -113,26 +111,6 @@ class CudaTarget:
         for thread in self._threads:
             thread.join()
         return self._calls
-
-    def call_from_thread(self) -> None:
-        started = threading.Event()
-
-        def compute() -> None:
-            started.set()
-            self._call_checksum = self.checksum()
-
-        self._call_checksum = None
-        self._caller = threading.Thread(target=compute, daemon=True)
-        self._caller.start()
-        started.wait()
-
-    def call_done(self) -> bool:
-        return self._call_checksum is not None
-
-    def call_result(self) -> str | None:
-        if self._caller is not None:
-            self._caller.join()
-        return self._call_checksum
 
 
 def take_all_but(leave_bytes: int) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from checkpoint_executor.softgpu import ImportedSegment, SoftProcess
 from tests.support import child
 
 
-class SoftTarget:
+class SoftTarget(child.CallsFromThread):
     def __init__(self, process: SoftProcess, size_bytes: int, seed: int) -> None:
         self._process = process
         # More than one allocation, of uneven sizes that are no multiple of a page.
@@ -25,8 +25,6 @@ class SoftTarget:
         self._stop = threading.Event()
         self._busy: list[threading.Thread] = []
         self._calls = 0
-        self._caller: threading.Thread | None = None
-        self._call_checksum: str | None = None
         self._imported: ImportedSegment | None = None
 
     def checksum(self) -> str:
@@ -64,26 +62,6 @@ class SoftTarget:
         for thread in self._busy:
             thread.join()
         return self._calls
-
-    def call_from_thread(self) -> None:
-        started = threading.Event()
-
-        def call() -> None:
-            started.set()
-            self._call_checksum = self.checksum()
-
-        self._call_checksum = None
-        self._caller = threading.Thread(target=call, daemon=True)
-        self._caller.start()
-        started.wait()
-
-    def call_done(self) -> bool:
-        return self._call_checksum is not None
-
-    def call_result(self) -> str | None:
-        if self._caller is not None:
-            self._caller.join()
-        return self._call_checksum
 
     def stray_read(self) -> int:
         return self._segments[0].buffer[0]
