@@ -40,58 +40,23 @@ class Backup:
         self._generation = arena.generation
         self._sizes: dict[int, int] = {}
         self._offsets: dict[int, int] = {}
-        self._fingerprints: dict[int, bytes] = {}
+        #: What was put there, with its fingerprint, if any. A region that is laid out but not here is not backed up.
+        self._recorded: dict[int, bytes | None] = {}
 
     @property
     def size_bytes(self) -> int:
         """Bytes laid out: exactly the sum of the regions, nothing between them."""
         return sum(self._sizes.values())
 
-    def plan(self, regions: Sequence[Region], fingerprints: Sequence[bytes] | None) -> list[Region]:
-        """Make room for these regions and no others; the ones whose bytes must be copied, in the arena's order.
-
-        Those are forgotten until :meth:`record` vouches for them: a copy that breaks off proves nothing.
-
-        Args:
-            regions: all that is to be backed up. fingerprints: of their present contents, None if there are none.
+    def lay_out(self, regions: Sequence[Region]) -> None:
+        """Make room for these regions and no others. What lies there already stays if they are the same as before.
 
         Raises:
-            MemoryError: no host memory.
+            MemoryError: no host memory; then nothing is backed up.
         """
         sizes = {region.key: region.size_bytes for region in regions}
-        if sizes != self._sizes or self._arena.generation != self._generation:
-            self._lay_out(regions, sizes)
-        present = dict(zip(sizes, fingerprints, strict=True)) if fingerprints is not None else {}
-        stale = [
-            region
-            for region in regions
-            if region.key not in present or self._fingerprints.get(region.key) != present[region.key]
-        ]
-        for region in stale:
-            self._fingerprints.pop(region.key, None)
-        return sorted(stale, key=lambda region: self._offsets[region.key])
-
-    def record(self, regions: Sequence[Region], fingerprints: Sequence[bytes] | None) -> None:
-        """The arena now holds these regions' bytes, whose fingerprints these are."""
-        if fingerprints is not None:
-            self._fingerprints.update(zip((region.key for region in regions), fingerprints, strict=True))
-
-    def place(self, region: Region) -> int:
-        """Host address of a region's bytes.
-
-        Raises:
-            RuntimeError: they are not there.
-        """
-        if self._sizes.get(region.key) != region.size_bytes or self._arena.generation != self._generation:
-            raise RuntimeError(f"no backup of the {region.size_bytes} bytes at {region.address:#x}")
-        return self._arena.address + self._offsets[region.key]
-
-    def discard(self) -> None:
-        """Give the host memory up."""
-        self._arena.close()
-        self._forget({})
-
-    def _lay_out(self, regions: Sequence[Region], sizes: dict[int, int]) -> None:
+        if sizes == self._sizes and self._arena.generation == self._generation:
+            return
         self._forget(sizes)
         self._arena.prepare(sum(sizes.values()))
         self._generation = self._arena.generation
@@ -101,7 +66,50 @@ class Backup:
             self._offsets[region.key] = offset
             offset += region.size_bytes
 
+    def holds(self, region: Region, fingerprint: bytes | None) -> bool:
+        """Whether the region's bytes are proven to be there already.
+
+        If not, what is there is forgotten until :meth:`record` vouches for it: a copy that breaks off proves nothing.
+
+        Args:
+            fingerprint: of the region's present contents, None if there is none: then nothing is proven.
+        """
+        if fingerprint is not None and self._recorded.get(region.key) == fingerprint:
+            return True
+        self._recorded.pop(region.key, None)
+        return False
+
+    def record(self, region: Region, fingerprint: bytes | None) -> None:
+        """The arena now holds the region's bytes, whose fingerprint this is."""
+        self._recorded[region.key] = fingerprint
+
+    def place(self, region: Region) -> int:
+        """Host address for a region's bytes, be they there or not.
+
+        Raises:
+            RuntimeError: it is not laid out.
+        """
+        if self._sizes.get(region.key) != region.size_bytes or self._arena.generation != self._generation:
+            raise RuntimeError(f"no backup of the {region.size_bytes} bytes at {region.address:#x}")
+        return self._arena.address + self._offsets[region.key]
+
+    def check(self, regions: Sequence[Region]) -> None:
+        """Make sure that the bytes of all of these are there.
+
+        Raises:
+            RuntimeError: some are not.
+        """
+        for region in regions:
+            self.place(region)
+            if region.key not in self._recorded:
+                raise RuntimeError(f"the backup of the {region.size_bytes} bytes at {region.address:#x} broke off")
+
+    def discard(self) -> None:
+        """Give the host memory up."""
+        self._arena.close()
+        self._forget({})
+
     def _forget(self, sizes: dict[int, int]) -> None:
         self._sizes = sizes
         self._offsets.clear()
-        self._fingerprints.clear()
+        self._recorded.clear()

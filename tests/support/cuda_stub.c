@@ -13,7 +13,7 @@
 
 typedef uint64_t u64;
 enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, OPERATING_SYSTEM = 304, ILLEGAL_STATE = 401,
-       NOT_FOUND = 500, NOT_READY = 600 };
+       NOT_FOUND = 500, NOT_READY = 600, LAUNCH_FAILED = 719 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static u64 capacity = (u64)64 << 30, used, registered, to_host, to_device, granularity = 2 << 20;
@@ -54,7 +54,40 @@ int cuCtxPushCurrent_v2(void *context) { return context == (void *)0x1000 ? OK :
 int cuCtxPopCurrent_v2(void **context) { *context = (void *)0x1000; return OK; }
 int cuCtxSynchronize(void) { __atomic_add_fetch(&synchronizations, 1, __ATOMIC_SEQ_CST); return OK; }
 int cuStreamCreate(void **stream, unsigned flags) { *stream = malloc(1); return OK; }
-int cuStreamSynchronize(void *stream) { return OK; }
+/* Copies are carried out as late as the driver may: when somebody waits for their stream, or for an event behind them. */
+typedef struct { char *target; const char *source; u64 size; void *stream; } Copy;
+typedef struct { void *stream; int copies; } Event;
+static Copy copies[1 << 16];
+static int copy_count, live_events, copies_until_failure;
+void stub_fail_copy(u64 number) { copies_until_failure = number; }
+int stub_live_events(void) { return live_events; }
+
+static int submit(char *target, const char *source, u64 size, void *stream) {
+  if (copy_count == 1 << 16) abort();
+  copies[copy_count++] = (Copy){target, source, size, stream};
+  return OK;
+}
+static int carry_out(void *stream, int count) {
+  for (int i = 0; i < count; ++i) {
+    if (copies[i].stream != stream || !copies[i].size) continue;
+    if (copies_until_failure && !--copies_until_failure) return LAUNCH_FAILED;
+    memcpy(copies[i].target, copies[i].source, copies[i].size);
+    copies[i].size = 0;
+  }
+  return OK;
+}
+/* Memory that a copy has still to read or write must not go: the GPU would fault. */
+static void check_idle(u64 address, u64 size) {
+  for (int i = 0; i < copy_count; ++i) {
+    u64 source = (u64)copies[i].source, target = (u64)copies[i].target;
+    if (copies[i].size && ((source >= address && source < address + size) || (target >= address && target < address + size))) abort();
+  }
+}
+int cuStreamSynchronize(void *stream) { return carry_out(stream, copy_count); }
+int cuEventCreate(void **event, unsigned flags) { *event = calloc(1, sizeof(Event)); ++live_events; return OK; }
+int cuEventRecord(void *event, void *stream) { *(Event *)event = (Event){stream, copy_count}; return OK; }
+int cuEventSynchronize(void *event) { return carry_out(((Event *)event)->stream, ((Event *)event)->copies); }
+int cuEventDestroy_v2(void *event) { free(event); --live_events; return OK; }
 
 int cuMemGetAllocationGranularity(u64 *size, const void *properties, int option) { *size = granularity; return OK; }
 
@@ -140,6 +173,7 @@ int cuMemSetAccess(u64 address, u64 size, const int *access, u64 count) {
 }
 
 int cuMemUnmap(u64 address, u64 size) {
+  check_idle(address, size);
   pthread_mutex_lock(&lock);
   int result = INVALID_VALUE; /* only whole mappings */
   for (int i = 0; i < mapping_count; ++i)
@@ -179,14 +213,12 @@ int cuMemsetD8_v2(u64 address, unsigned char value, u64 size) { memset((void *)a
 int cuMemcpyDtoH_v2(void *host, u64 device, u64 size) { memcpy(host, (void *)device, size); return OK; }
 int cuMemcpyHtoD_v2(u64 device, const void *host, u64 size) { memcpy((void *)device, host, size); return OK; }
 int cuMemcpyDtoHAsync_v2(void *host, u64 device, u64 size, void *stream) {
-  memcpy(host, (void *)device, size);
   to_host += size;
-  return OK;
+  return submit(host, (char *)device, size, stream);
 }
 int cuMemcpyHtoDAsync_v2(u64 device, const void *host, u64 size, void *stream) {
-  memcpy((void *)device, host, size);
   to_device += size;
-  return OK;
+  return submit((char *)device, host, size, stream);
 }
 int cuMemHostRegister_v2(void *address, u64 size, unsigned flags) { registered += size; return OK; }
 int cuMemHostUnregister(void *address) { registered = 0; return OK; }
