@@ -5,7 +5,8 @@ Writes one JSON file per part into ``--out`` as it goes, so that a kill loses no
 that fails says so and the rest goes on. On a machine without a GPU ``--device soft`` runs the same code, small.
 
 Parts: ``table`` (stage times by GiB and ranks), ``ways`` (allocator sleep alone, driver checkpoint alone, both),
-``leftovers`` (what is on the device after each way of ending).
+``leftovers`` (what is on the device after each way of ending), ``replay`` (a graph's replay time, read three times before
+any sleep, after an allocator sleep alone, and after a whole cycle: what of a difference comes from where).
 """
 
 from __future__ import annotations
@@ -412,6 +413,32 @@ class Bench:
             driver = CudaDriver()
         driver.open()
         return driver, Target(0, pid, procfs.start_time(pid), "")
+
+    def replay(self) -> None:
+        for gib in map(float, self.args.gib.split(",")):
+            self.guard(f"replay-{gib:g}gib", self.replay_row, gib)
+
+    def replay_row(self, gib: float) -> None:
+        data: dict[str, Any] = {"weights_gib": gib, "readings": []}
+        name = f"replay-{gib:g}gib"
+        with self.executor(1, int(gib * GIB), int(self.args.kv_gib * GIB), self.args.graphs) as executor:
+
+            def read(when: str) -> None:
+                readings = [self.replay_us(executor)[0] for _ in range(3)]
+                data["readings"].append({"when": when, "replay_us": readings})
+                self.save(name, data)
+
+            read("before any sleep")
+            for number in (1, 2):
+                executor.collective_rpc(allocator_sleep)
+                executor.collective_rpc(allocator_wake)
+                read(f"after allocator sleep {number}")
+            for number in (1, 2):
+                executor.sleep()
+                executor.wake_up()
+                read(f"after cycle {number}")
+        texts = (f"{r['when']}: " + "/".join(f"{us:.1f}" for us in r["replay_us"]) for r in data["readings"])
+        self.rows.append((name, *texts))
 
     def leftovers(self) -> None:
         for how in (
