@@ -5,8 +5,8 @@ Writes one JSON file per part into ``--out`` as it goes, so that a kill loses no
 that fails says so and the rest goes on. On a machine without a GPU ``--device soft`` runs the same code, small.
 
 Parts: ``table`` (stage times by GiB and ranks), ``ways`` (allocator sleep alone, driver checkpoint alone, both),
-``leftovers`` (what is on the device after each way of ending), ``replay`` (a graph's replay time, read three times before
-any sleep, after an allocator sleep alone, and after a whole cycle: what of a difference comes from where).
+``leftovers`` (what is on the device after each way of ending), ``replay`` (a graph's replay time, read three times
+before any sleep, after an allocator sleep alone, and after a whole cycle: what of a difference comes from where).
 """
 
 from __future__ import annotations

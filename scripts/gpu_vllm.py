@@ -8,6 +8,10 @@ A part that fails does not stop the others. The table comes last. ``--list`` nam
 they run when none is named: the most telling first, so that a budget (``--budget`` seconds) cuts off the least. Needs
 no network: the models are Qwen3's dimensions with dummy weights.
 
+Most of a part's time is vLLM's start. ``--together`` starts all the parts at once, beside each other on the same GPUs,
+and gives them turns when all are up: whoever has its turn is measured while the others are idle, and ends before the
+next begins. What it holds on the GPU is what is in use less what is in use after its end.
+
 No NVLink multicast anywhere: symmetric memory, NVLS and mnnvl are off in every part, the stock ones included, because
 on a shared host a multicast object can put GPUs out of service.
 """
@@ -94,8 +98,16 @@ SUSPEND = {"NCCL_IB_DISABLE": "1", "NCCL_CUMEM_ENABLE": "1", "NCCL_CUMEM_HOST_EN
 QUICK = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
+KV_CACHE_BYTES = 16 << 30
+
+
+#: Decoded one after another.
+PROMPTS = 10
+
+
 class Part(NamedTuple):
-    """One run. ``backend``: stock, or ours with cumem, cumem_arena, or the arena under cumem with graphs offloaded."""
+    """One run. ``backend``: stock (with vLLM's own all-reduce, and its own sleep), or ours with cumem, cumem_arena, or
+    the arena under cumem (``arena``), there with graphs offloaded too (``arena+graphs``)."""
 
     name: str
     kind: str
@@ -108,23 +120,20 @@ class Part(NamedTuple):
 
 PARTS = [
     Part("ours-8b-tp1", "cycles", "8b", 1, "arena+graphs", 240),
+    Part("stock-8b-tp1", "cycles", "8b", 1, "stock", 240, 3),
+    Part("ours-0.6b-tp1", "cycles", "0.6b", 1, "arena+graphs", 240),
+    Part("stock-0.6b-tp1", "cycles", "0.6b", 1, "stock", 240, 3),
+    Part("ours-8b-tp2", "cycles", "8b", 2, "arena+graphs", 240),
+    Part("stock-8b-tp2", "cycles", "8b", 2, "stock", 240, 3),
     Part("ours-0.6b-tp2", "cycles", "0.6b", 2, "arena+graphs", 240),
-    Part("stock-8b-tp1", "cycles", "8b", 1, "stock", 200, 3),
-    Part("cumem_arena-8b-tp1", "cycles", "8b", 1, "cumem_arena", 200, 4),
+    Part("stock-0.6b-tp2", "cycles", "0.6b", 2, "stock", 240, 3),
     Part("fail-worker", "fail_worker", "0.6b", 1, "arena", 120),
     Part("fail-fit", "fail_fit", "0.6b", 1, "arena", 120),
     Part("fail-core", "fail_core", "0.6b", 1, "arena", 120),
-    Part("ours-8b-tp2", "cycles", "8b", 2, "arena+graphs", 240),
-    Part("throughput-custom-1", "throughput", "8b", 2, "custom", 200),
-    Part("throughput-ours-1", "throughput", "8b", 2, "arena+graphs", 220),
-    Part("ours-0.6b-tp1", "cycles", "0.6b", 1, "arena+graphs", 200),
-    Part("stock-0.6b-tp2", "cycles", "0.6b", 2, "stock", 200, 3),
-    Part("stock-8b-tp2", "cycles", "8b", 2, "stock", 220, 3),
-    Part("stock-0.6b-tp1", "cycles", "0.6b", 1, "stock", 180, 3),
-    Part("cumem-8b-tp1", "cycles", "8b", 1, "cumem", 220, 4),
-    Part("throughput-custom-2", "throughput", "8b", 2, "custom", 200),
-    Part("throughput-ours-2", "throughput", "8b", 2, "arena+graphs", 220),
-    Part("fail-worker-tp2", "fail_worker", "0.6b", 2, "arena", 120),
+    Part("again-ours-8b-tp2", "cycles", "8b", 2, "arena+graphs", 240, 2),
+    Part("again-stock-8b-tp2", "cycles", "8b", 2, "stock", 240, 1),
+    Part("cumem_arena-8b-tp1", "cycles", "8b", 1, "cumem_arena", 240, 4),
+    Part("cumem-8b-tp1", "cycles", "8b", 1, "cumem", 240, 4),
 ]
 
 #: Not run unless named: it needs FlashInfer, with its trtllm kernels compiled ahead.
@@ -209,14 +218,16 @@ def engine_options(part: Part, **more: Any) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "tensor_parallel_size": part.ranks,
         "max_model_len": 4096,
-        "gpu_memory_utilization": 0.5,
+        # No profile of what is free: others may start beside it. The share is only checked against what is free.
+        "gpu_memory_utilization": 0.3,
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
         "enable_prefix_caching": False,
-        "enable_sleep_mode": part.backend != "custom",
+        "enable_sleep_mode": True,
         "seed": 1,
     }
     if part.ranks > 1:
-        options["disable_custom_all_reduce"] = part.backend != "custom"
-    if part.backend in ("stock", "custom"):
+        options["disable_custom_all_reduce"] = part.backend != "stock"
+    if part.backend == "stock":
         options["distributed_executor_backend"] = "mp"
     else:
         options["distributed_executor_backend"] = EXECUTOR
@@ -246,7 +257,10 @@ class Engine:
 
         record(versions={"vllm": vllm.__version__, "torch": torch.__version__, "nccl": os.environ.get("LD_PRELOAD")})
         seconds, self.llm = timed(lambda: LLM(**engine_options(part, **more)))
-        record(start_s=round(seconds, 1), mib_awake=self.gpus.used_mib())
+        record(start_s=round(seconds, 1), up=True)
+        # The parent says when it is this part's turn; at once if it runs alone.
+        sys.stdin.readline()
+        record(mib_awake=self.gpus.used_mib())
 
     @property
     def core_pid(self) -> int:
@@ -266,9 +280,9 @@ class Engine:
         """
         from vllm import SamplingParams
 
-        parameters = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1, ignore_eos=True, detokenize=False)
+        parameters = SamplingParams(temperature=0.0, max_tokens=16, logprobs=1, ignore_eos=True, detokenize=False)
         tokens, chosen = [], []
-        for number in range(24):
+        for number in range(PROMPTS):
             prompt = [{"prompt_token_ids": [1000 + 9973 * number % 140000 + 13 * j for j in range(48)]}]
             (found,) = self.llm.generate(prompt, parameters, use_tqdm=False)
             row = list(found.outputs[0].token_ids)
@@ -288,6 +302,10 @@ class Engine:
     def checksums(self) -> Any:
         return self.llm.collective_rpc("compute_weight_checksums")
 
+    def throughput(self) -> list[float]:
+        """Tokens per second of decoding, four readings after one to warm up."""
+        return [round(self.tokens_per_second(), 1) for _ in range(5)][1:]
+
     def tokens_per_second(self, requests: int = 64, length: int = 128) -> float:
         from vllm import SamplingParams
 
@@ -298,7 +316,8 @@ class Engine:
 
 
 def run_cycles(part: Part, record: Recorder) -> None:
-    """Sleep and wake, one of the cycles with a partial wake; everything that must not change is compared."""
+    """Sleep and wake, one of the cycles with a partial wake; everything that must not change is compared. Throughput
+    before any sleep and after the last wake."""
     engine = Engine(part, record)
     engine.llm.collective_rpc(enlarge_embeddings)
     before = engine.outputs()
@@ -309,10 +328,11 @@ def run_cycles(part: Part, record: Recorder) -> None:
         same_before_any_sleep=engine.outputs() == before,
         checksum_s=round(checksum_s, 2),
         request_awake_s=[round(engine.first_request_s(), 4) for _ in range(3)],
+        tokens_per_s_before=engine.throughput(),
     )
     cycles: list[dict[str, Any]] = []
     for number in range(part.cycles):
-        partial = number == part.cycles // 2
+        partial = part.cycles > 1 and number == part.cycles // 2
         sleep_s, _ = timed(lambda: engine.llm.sleep(level=1))
         asleep = engine.gpus.used_mib()
         if partial:
@@ -336,11 +356,12 @@ def run_cycles(part: Part, record: Recorder) -> None:
             }
         )
         record(cycles=cycles)
-    record(same_checksums=engine.checksums() == checksums, log=cycle_log())
+    tokens_per_s = engine.throughput()
+    record(same_checksums=engine.checksums() == checksums, tokens_per_s_after=tokens_per_s, log=cycle_log())
     later = [cycle for cycle in cycles[1:] if not cycle["partial"]]
+    before_s, after_s = (statistics.median(record.facts[f"tokens_per_s_{when}"]) for when in ("before", "after"))
     record(
         summary={
-            "mib_asleep": max(used for cycle in cycles for used in cycle["mib_asleep"]),
             "sleep_first_s": cycles[0]["sleep_s"],
             "sleep_later_s": _median(later, "sleep_s"),
             "wake_first_s": cycles[0]["wake_s"],
@@ -350,6 +371,8 @@ def run_cycles(part: Part, record: Recorder) -> None:
             "identical": all(cycle["same_tokens"] and cycle["same_logprobs"] for cycle in cycles)
             and bool(record.facts["same_checksums"]),
             "cycles": len(cycles),
+            "tokens_per_s": before_s,
+            "after_to_before": round(after_s / before_s, 4),
         }
     )
 
@@ -359,25 +382,6 @@ def enlarge_embeddings(worker: Any) -> None:
     for name, parameter in worker.worker.model_runner.get_model().named_parameters():
         if "embed_tokens" in name:
             parameter.data.mul_(300)
-
-
-def run_throughput(part: Part, record: Recorder) -> None:
-    """Tokens per second: vLLM's own all-reduce (stock), or ours before any sleep and after cycles, in one launch."""
-    engine = Engine(part, record)
-    engine.tokens_per_second()  # warm
-    before = [round(engine.tokens_per_second(), 1) for _ in range(4)]
-    record(tokens_per_s_before=before)
-    summary: dict[str, Any] = {"tokens_per_s": statistics.median(before)}
-    if part.backend != "custom":
-        for _ in range(2):
-            engine.llm.sleep(level=1)
-            engine.llm.wake_up()
-        engine.tokens_per_second()
-        after = [round(engine.tokens_per_second(), 1) for _ in range(4)]
-        record(tokens_per_s_after=after)
-        summary["tokens_per_s_after"] = statistics.median(after)
-        summary["after_to_before"] = round(statistics.median(after) / statistics.median(before), 4)
-    record(summary=summary)
 
 
 def run_fail_worker(part: Part, record: Recorder) -> None:
@@ -542,7 +546,6 @@ def _median(cycles: Sequence[dict[str, Any]], name: str) -> float | None:
 
 KINDS: dict[str, Callable[[Part, Recorder], None]] = {
     "cycles": run_cycles,
-    "throughput": run_throughput,
     "fail_worker": run_fail_worker,
     "fail_fit": run_fail_fit,
     "fail_core": run_fail_core,
@@ -566,14 +569,17 @@ def environment(part: Part, out: Path, nccl: str | None) -> dict[str, str]:
     environ = {**os.environ, **ENVIRONMENT}
     paths = [str(REPOSITORY), str(plugin_site(out)), os.environ.get("PYTHONPATH", "")]
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    if part.ranks > 1 and part.backend != "custom":
+    if part.ranks > 1 and part.backend != "stock":
         environ |= SUSPEND
     if nccl and part.ranks > 1:
         environ["LD_PRELOAD"] = environ["VLLM_NCCL_SO_PATH"] = nccl
-    if part.backend not in ("stock", "custom"):
+    if part.backend != "stock":
         environ["CHECKPOINT_EXECUTOR_LOG"] = str(out / f"{part.name}.jsonl")
         if part.backend.startswith("arena"):
             environ["CHECKPOINT_EXECUTOR_HOST_ARENA"] = "1"
+    # Kept for another launch of the same model and front door, and never written by two at once that differ.
+    cache = Path(tempfile.gettempdir()) / "gpu-vllm-cache" / f"{part.model}-tp{part.ranks}-{part.backend}"
+    environ["VLLM_CACHE_ROOT"] = str(cache)
     if part.kind == "flashinfer":
         environ["VLLM_ALLREDUCE_USE_FLASHINFER"] = "1"
     return environ
@@ -593,48 +599,100 @@ def plugin_site(out: Path) -> Path:
     return site
 
 
-def run(part: Part, out: Path, nccl: str | None) -> dict[str, Any]:
-    """Run a part; what it recorded, and how it ended. Nothing of it is left."""
-    for suffix in (".json", ".jsonl"):
-        (out / f"{part.name}{suffix}").unlink(missing_ok=True)
-    begun = time.monotonic()
-    with (out / f"{part.name}.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "--child", part.name, "--out", str(out)],
-            env=environment(part, out, nccl),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+class Running:
+    """A part in its process, until :meth:`finish`."""
+
+    def __init__(self, part: Part, out: Path, nccl: str | None) -> None:
+        self.part = part
+        self._path = out / f"{part.name}.json"
+        for path in (self._path, self._path.with_suffix(".jsonl")):
+            path.unlink(missing_ok=True)
+        self._begun = time.monotonic()
+        self._log = self._path.with_suffix(".log")
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).resolve()), "--child", part.name, "--out", str(out)],
+                env=environment(part, out, nccl),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_up(self) -> None:
+        """Until its engine is up, or it ended, or its time is over."""
+        while self._process.poll() is None and self._left_s() > 0 and not self._facts().get("up"):
+            threading.Event().wait(0.1)
+
+    def finish(self) -> dict[str, Any]:
+        """Give it its turn, and wait for its end; what it recorded, and how it ended. Nothing of it is left."""
+        assert self._process.stdin is not None
+        turn = time.monotonic()
         try:
-            how = f"exit {process.wait(part.limit_s)}"
+            self._process.stdin.write(b"go\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it ended already
+        try:
+            how = f"exit {self._process.wait(max(1.0, self._left_s()))}"
         except subprocess.TimeoutExpired:
-            how = f"cut off after {part.limit_s} s"
+            how = f"cut off after {self.part.limit_s} s"
         finally:
             try:
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(self._process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-            process.wait()
-    path = out / f"{part.name}.json"
-    facts: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    threading.Event().wait(1)
-    return {**facts, "how": how, "seconds": round(time.monotonic() - begun, 1), "mib_after": _left(part.ranks)}
+            self._process.wait()
+        now = time.monotonic()
+        facts = self._facts()
+        if "summary" not in facts:
+            facts["log_ends"] = self._log.read_text(errors="replace")[-600:]
+        times = {"seconds": round(now - self._begun, 1), "turn_s": round(now - turn, 1)}
+        return own_mib({**facts, "how": how, **times, "mib_after": _left(self.part.ranks)})
+
+    def _left_s(self) -> float:
+        return self.part.limit_s - (time.monotonic() - self._begun)
+
+    def _facts(self) -> dict[str, Any]:
+        try:
+            facts: dict[str, Any] = json.loads(self._path.read_text())
+        except (OSError, ValueError):  # not begun, or half written
+            return {}
+        return facts
+
+
+def own_mib(facts: dict[str, Any]) -> dict[str, Any]:
+    """With what the part itself held asleep: in use then, less what is in use after its end."""
+    after = facts["mib_after"]
+    if isinstance(after, list) and facts.get("summary") and facts.get("cycles"):
+        asleep = [
+            used - left for cycle in facts["cycles"] for used, left in zip(cycle["mib_asleep"], after, strict=True)
+        ]
+        facts["summary"] = {"mib_asleep": max(asleep), **facts["summary"]}
+    return facts
 
 
 def _left(ranks: int) -> Any:
+    """MiB in use on each GPU once that number stands still."""
     try:
         gpus = Gpus(ranks)
-        gpus.wait_empty(16, 5)
-        return gpus.used_mib()
+        readings = [gpus.used_mib()]
+        while len(readings) < 100 and readings[-5:] != [readings[-1]] * 5:
+            threading.Event().wait(0.1)
+            readings.append(gpus.used_mib())
+        return readings[-1]
     except Exception as error:  # noqa: BLE001 - no NVML, no figure
         return str(error)
+
+
+def last_error(result: dict[str, Any]) -> str:
+    return f"the log ends: {result['log_ends']}" if result.get("log_ends") else "no result"
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     lines = [f"{'part':22} {'how':10} {'s':>6} {'start':>6}  result"]
     for name, result in results.items():
-        summary = result.get("summary") or {"failed": True}
+        summary = result.get("summary") or {"failed": last_error(result)}
         text = ", ".join(f"{key} {value}" for key, value in summary.items())
         lines.append(f"{name:22} {result['how'][:10]:10} {result['seconds']:6} {result.get('start_s', '-'):>6}  {text}")
     return "\n".join(lines)
@@ -646,6 +704,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu-vllm"), help="directory of the results")
     parser.add_argument("--nccl", default=os.environ.get("VLLM_NCCL_SO_PATH"), help="libnccl.so.2 of 2.29.7 or later")
     parser.add_argument("--budget", type=float, default=float("inf"), help="start no part after so many seconds")
+    parser.add_argument("--together", action="store_true", help="start all at once, then take turns")
     parser.add_argument("--list", action="store_true", help="name the parts")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -660,14 +719,20 @@ def main() -> int:
     chosen = [part for part in (*PARTS, *EXTRA) if any(part.name.startswith(name) for name in args.parts)]
     begun = time.monotonic()
     results: dict[str, dict[str, Any]] = {}
-    for part in chosen or PARTS:
+    waves = [chosen or PARTS] if args.together else [[part] for part in chosen or PARTS]
+    for wave in waves:
         if time.monotonic() - begun > args.budget:
-            print(f"{part.name}: not begun, the budget is spent", flush=True)
+            print(f"{', '.join(part.name for part in wave)}: not begun, the budget is spent", flush=True)
             continue
-        print(f"{part.name} ...", flush=True)
-        results[part.name] = run(part, out, args.nccl)
-        print(table({part.name: results[part.name]}).splitlines()[1], flush=True)
-        (out / "all.json").write_text(json.dumps(results, indent=1, default=str))
+        print(f"{', '.join(part.name for part in wave)} ...", flush=True)
+        running = [Running(part, out, args.nccl) for part in wave]
+        for one in running:
+            one.wait_up()
+        for one in running:
+            results[one.part.name] = one.finish()
+            print(table({one.part.name: results[one.part.name]}).splitlines()[1], flush=True)
+            name = "all.json" if not chosen else f"all-{'-'.join(args.parts)}.json"
+            (out / name).write_text(json.dumps(results, indent=1, default=str))
     print()
     print(table(results))
     return 0 if all(result.get("completed") for result in results.values()) else 1
