@@ -40,8 +40,7 @@ class Backup:
         self._generation = arena.generation
         self._sizes: dict[int, int] = {}
         self._offsets: dict[int, int] = {}
-        #: What was put there, with its fingerprint, if any. A region that is laid out but not here is not backed up.
-        self._recorded: dict[int, bytes | None] = {}
+        self._fingerprints: dict[int, bytes] = {}
 
     @property
     def size_bytes(self) -> int:
@@ -74,35 +73,25 @@ class Backup:
         Args:
             fingerprint: of the region's present contents, None if there is none: then nothing is proven.
         """
-        if fingerprint is not None and self._recorded.get(region.key) == fingerprint:
+        if fingerprint is not None and self._fingerprints.get(region.key) == fingerprint:
             return True
-        self._recorded.pop(region.key, None)
+        self._fingerprints.pop(region.key, None)
         return False
 
     def record(self, region: Region, fingerprint: bytes | None) -> None:
         """The arena now holds the region's bytes, whose fingerprint this is."""
-        self._recorded[region.key] = fingerprint
+        if fingerprint is not None:
+            self._fingerprints[region.key] = fingerprint
 
     def place(self, region: Region) -> int:
-        """Host address for a region's bytes, be they there or not.
+        """Host address of a region's bytes.
 
         Raises:
-            RuntimeError: it is not laid out.
+            RuntimeError: they are not there.
         """
         if self._sizes.get(region.key) != region.size_bytes or self._arena.generation != self._generation:
             raise RuntimeError(f"no backup of the {region.size_bytes} bytes at {region.address:#x}")
         return self._arena.address + self._offsets[region.key]
-
-    def check(self, regions: Sequence[Region]) -> None:
-        """Make sure that the bytes of all of these are there.
-
-        Raises:
-            RuntimeError: some are not.
-        """
-        for region in regions:
-            self.place(region)
-            if region.key not in self._recorded:
-                raise RuntimeError(f"the backup of the {region.size_bytes} bytes at {region.address:#x} broke off")
 
     def discard(self) -> None:
         """Give the host memory up."""
@@ -112,4 +101,4 @@ class Backup:
     def _forget(self, sizes: dict[int, int]) -> None:
         self._sizes = sizes
         self._offsets.clear()
-        self._recorded.clear()
+        self._fingerprints.clear()

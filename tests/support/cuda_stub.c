@@ -54,21 +54,19 @@ int cuCtxPushCurrent_v2(void *context) { return context == (void *)0x1000 ? OK :
 int cuCtxPopCurrent_v2(void **context) { *context = (void *)0x1000; return OK; }
 int cuCtxSynchronize(void) { __atomic_add_fetch(&synchronizations, 1, __ATOMIC_SEQ_CST); return OK; }
 int cuStreamCreate(void **stream, unsigned flags) { *stream = malloc(1); return OK; }
-/* Copies are carried out as late as the driver may: when somebody waits for their stream, or for an event behind them. */
+/* Copies are carried out as late as the driver may: when somebody waits for their stream. */
 typedef struct { char *target; const char *source; u64 size; void *stream; } Copy;
-typedef struct { void *stream; int copies; } Event;
 static Copy copies[1 << 16];
-static int copy_count, live_events, copies_until_failure;
+static int copy_count, copies_until_failure;
 void stub_fail_copy(u64 number) { copies_until_failure = number; }
-int stub_live_events(void) { return live_events; }
 
 static int submit(char *target, const char *source, u64 size, void *stream) {
   if (copy_count == 1 << 16) abort();
   copies[copy_count++] = (Copy){target, source, size, stream};
   return OK;
 }
-static int carry_out(void *stream, int count) {
-  for (int i = 0; i < count; ++i) {
+int cuStreamSynchronize(void *stream) {
+  for (int i = 0; i < copy_count; ++i) {
     if (copies[i].stream != stream || !copies[i].size) continue;
     if (copies_until_failure && !--copies_until_failure) return LAUNCH_FAILED;
     memcpy(copies[i].target, copies[i].source, copies[i].size);
@@ -83,11 +81,6 @@ static void check_idle(u64 address, u64 size) {
     if (copies[i].size && ((source >= address && source < address + size) || (target >= address && target < address + size))) abort();
   }
 }
-int cuStreamSynchronize(void *stream) { return carry_out(stream, copy_count); }
-int cuEventCreate(void **event, unsigned flags) { *event = calloc(1, sizeof(Event)); ++live_events; return OK; }
-int cuEventRecord(void *event, void *stream) { *(Event *)event = (Event){stream, copy_count}; return OK; }
-int cuEventSynchronize(void *event) { return carry_out(((Event *)event)->stream, ((Event *)event)->copies); }
-int cuEventDestroy_v2(void *event) { free(event); --live_events; return OK; }
 
 int cuMemGetAllocationGranularity(u64 *size, const void *properties, int option) { *size = granularity; return OK; }
 

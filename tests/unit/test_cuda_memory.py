@@ -27,7 +27,6 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
         scenarios.unchanged_weights_are_not_copied_again,
         scenarios.without_a_hasher_everything_is_copied,
         scenarios.a_copy_that_breaks_off_is_never_taken_for_a_backup,
-        scenarios.no_event_is_left,
         scenarios.an_update_after_a_partial_wake_comes_back,
         scenarios.two_swapped_tensors_come_back_swapped,
         scenarios.every_single_flipped_byte_comes_back,
