@@ -136,8 +136,12 @@ PARTS = [
     Part("cumem-8b-tp1", "cycles", "8b", 1, "cumem", 240, 4),
 ]
 
-#: Not run unless named: it needs FlashInfer, with its trtllm kernels compiled ahead.
-EXTRA = [Part("flashinfer-0.6b-tp2", "flashinfer", "0.6b", 2, "arena", 300)]
+#: Not run unless named: they need FlashInfer, with its trtllm kernels compiled ahead. In the first, all-reduces are
+#: calls of their own; in the second a compile pass fuses most with the norm that follows, as vLLM does by default.
+EXTRA = [
+    Part("flashinfer-0.6b-tp2", "flashinfer", "0.6b", 2, "arena", 300, 2),
+    Part("flashinfer_fused-0.6b-tp2", "flashinfer", "0.6b", 2, "arena", 300, 2),
+]
 
 
 # ---------------------------------------------------------------------------------------------- in the part's process
@@ -240,6 +244,18 @@ def engine_options(part: Part, **more: Any) -> dict[str, Any]:
     return {**options, **more}
 
 
+def flashinfer_options(part: Part) -> dict[str, Any]:
+    """Arguments of ``LLM`` with which FlashInfer reduces and does nothing else.
+
+    An installed FlashInfer is on by itself for more than that, and what is not compiled ahead would be compiled.
+    """
+    return {
+        "attention_backend": "FLASH_ATTN",
+        "enable_flashinfer_autotune": False,
+        "compilation_config": {"pass_config": {"fuse_allreduce_rms": part.name.startswith("flashinfer_fused")}},
+    }
+
+
 class Engine:
     """A running ``LLM``."""
 
@@ -291,12 +307,12 @@ class Engine:
             chosen.append([float(entry[token].logprob) for token, entry in entries])
         return {"tokens": tokens, "logprobs": chosen}
 
-    def first_request_s(self) -> float:
-        """One short request."""
+    def first_request_s(self, prompt_tokens: int = 64) -> float:
+        """One request of 8 tokens."""
         from vllm import SamplingParams
 
         parameters = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
-        prompt = [{"prompt_token_ids": list(range(100, 164))}]
+        prompt = [{"prompt_token_ids": list(range(100, 100 + prompt_tokens))}]
         return timed(lambda: self.llm.generate(prompt, parameters, use_tqdm=False))[0]
 
     def checksums(self) -> Any:
@@ -446,41 +462,79 @@ def run_fail_core(part: Part, record: Recorder) -> None:
 
 
 def run_flashinfer(part: Part, record: Recorder) -> None:
-    """FlashInfer's trtllm workspace: whether its hooks really run, and whether tokens match."""
-    engine = Engine(part, record)
+    """FlashInfer's trtllm workspace: that it reduces, that its hooks really run, and whether tokens match."""
+    engine = Engine(part, record, **flashinfer_options(part))
+    engine.llm.collective_rpc(enlarge_embeddings)
     before = engine.outputs()
-    record(workspaces=engine.llm.collective_rpc(count_workspace_hooks))
-    for _ in range(2):
+    workspaces = engine.llm.collective_rpc(watch_flashinfer)
+    # More tokens than the largest graph holds: a replay would not be seen from Python.
+    engine.first_request_s(2048)
+    reductions = [seen["reductions"] for seen in engine.llm.collective_rpc(flashinfer_seen)]
+    distinct = len({token for row in before["tokens"] for token in row})
+    record(workspaces=workspaces, reductions=reductions, distinct_tokens=distinct)
+    cycles: list[dict[str, Any]] = []
+    for _ in range(part.cycles):
         engine.llm.sleep(level=1)
-        record(mib_asleep=engine.gpus.used_mib())
+        asleep = engine.gpus.used_mib()
         engine.llm.wake_up()
-    hooks = engine.llm.collective_rpc(hooks_that_ran)
-    same = engine.outputs() == before
-    record(hooks=hooks, identical=same, log=cycle_log(), summary={"hooks": hooks, "identical": same})
+        cycles.append({"mib_asleep": asleep, "identical": engine.outputs() == before})
+        record(cycles=cycles)
+    hooks = [seen["hooks"] for seen in engine.llm.collective_rpc(flashinfer_seen)]
+    record(
+        hooks=hooks,
+        log=cycle_log(),
+        summary={
+            "workspaces": workspaces,
+            "reductions": reductions,
+            "released": [_count(ran, "checkpoint_prepare") for ran in hooks],
+            "mapped_again": [_count(ran, "checkpoint_restore") for ran in hooks],
+            "mib_asleep": max(used for cycle in cycles for used in cycle["mib_asleep"]),
+            "distinct_tokens": distinct,
+            "identical": all(cycle["identical"] for cycle in cycles),
+        },
+    )
 
 
-def count_workspace_hooks(worker: Any) -> list[str]:
-    """In the worker: count the calls of FlashInfer's hooks from now on. The workspaces' types."""
-    import gc
+def _count(hooks: Sequence[Sequence[Any]], name: str) -> int:
+    """Calls of a hook that did something: vLLM's own sleep calls them as well, and the second call is a no-op."""
+    return sum(hook == name and before != after for hook, before, after in hooks)
 
-    from flashinfer.comm import allreduce
 
-    kind = allreduce.TRTLLMAllReduceFusionWorkspace
-    counts: dict[str, int] = {}
+def watch_flashinfer(worker: Any) -> str:
+    """In the worker: note FlashInfer's reductions and hooks from now on. The type of the workspace that vLLM uses."""
+    from flashinfer import comm
+    from vllm.distributed.device_communicators import flashinfer_all_reduce
+
+    seen: dict[str, Any] = {"reductions": 0, "hooks": []}
+    worker.worker._flashinfer_seen = seen
+    workspace = flashinfer_all_reduce._fi_ar_workspace
+    reduce = comm.allreduce_fusion
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        seen["reductions"] += 1
+        return reduce(*args, **kwargs)
+
+    # vLLM looks it up at every call, in the fused kernel's case too.
+    comm.allreduce_fusion = counted
+    if workspace is None:
+        return "none"
+
+    def note(name: str, hook: Callable[..., None]) -> None:
+        def noted(*args: Any) -> None:
+            before = [bool(handle.mapped) for handle in workspace.mem_handles]
+            hook(*args)
+            after = [bool(handle.mapped) for handle in workspace.mem_handles]
+            seen["hooks"].append([name, before, after])
+
+        setattr(workspace, name, noted)
+
     for name in ("checkpoint_prepare", "checkpoint_restore"):
-        original = getattr(kind, name)
-
-        def counted(self: Any, *args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
-            counts[_name] = counts.get(_name, 0) + 1
-            return _original(self, *args, **kwargs)
-
-        setattr(kind, name, counted)
-    worker.worker._hook_counts = counts
-    return [type(found).__name__ for found in gc.get_objects() if isinstance(found, kind)]
+        note(name, getattr(workspace, name))
+    return type(workspace).__name__
 
 
-def hooks_that_ran(worker: Any) -> dict[str, int]:
-    return dict(worker.worker._hook_counts)
+def flashinfer_seen(worker: Any) -> dict[str, Any]:
+    return dict(worker.worker._flashinfer_seen)
 
 
 class Occupier:
@@ -582,6 +636,8 @@ def environment(part: Part, out: Path, nccl: str | None) -> dict[str, str]:
     environ["VLLM_CACHE_ROOT"] = str(cache)
     if part.kind == "flashinfer":
         environ["VLLM_ALLREDUCE_USE_FLASHINFER"] = "1"
+        # A kernel that is missing is an error at once, and not minutes of nvcc.
+        environ["FLASHINFER_DISABLE_JIT"] = "1"
     return environ
 
 

@@ -8,11 +8,13 @@ reserved once: the way NCCL and FlashInfer reach peers without CUDA IPC. An impo
 succeed and every restore fail, and an exported allocation cannot be checkpointed either, so
 :meth:`checkpoint_prepare` lets go of both and keeps only address ranges. No multicast object is ever made.
 
-FlashInfer's workspaces need no adaptor: they have the same two methods (TRT-LLM all-reduce fusion, from the release
-that holds https://github.com/flashinfer-ai/flashinfer/pull/3950), so a worker appends them to ``context.workspaces``.
-The ``trtllm`` backend passes ``enable_multicast=False``; ``mnnvl`` multicasts and is not accepted, and workspaces on
-torch's symmetric memory refuse the hooks (NotImplementedError). Under vLLM also mind the compile pass
-``fuse_allreduce_rms``, which makes workspaces of its own.
+FlashInfer's workspaces have the same two methods (TRT-LLM all-reduce fusion, from the release that holds
+https://github.com/flashinfer-ai/flashinfer/pull/3950), except that their ``checkpoint_restore`` takes the backend over
+which the ranks exchange handles. A worker wraps them to pass it and appends the wrapper to ``context.workspaces``; the
+backend has to be on host sockets (``TorchDistBackend`` of a gloo group). The ``trtllm`` backend passes
+``enable_multicast=False``; ``mnnvl`` multicasts and is not accepted, and workspaces on torch's symmetric memory refuse
+the hooks (NotImplementedError). Under vLLM also mind the compile pass ``fuse_allreduce_rms``, which makes workspaces of
+its own.
 """
 
 from __future__ import annotations

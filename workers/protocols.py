@@ -143,7 +143,8 @@ class Communicator(Protocol):
 class Workspace(Protocol):
     """Device memory shared with peers outside the communicator, e.g. a FlashInfer all-reduce workspace.
 
-    Both hooks are idempotent and collective. Names are FlashInfer's.
+    Both hooks are idempotent and collective. Names are FlashInfer's, whose restore takes one argument more: see
+    ``cuda_workspace.py``.
     """
 
     def checkpoint_prepare(self) -> None:
