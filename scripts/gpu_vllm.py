@@ -619,9 +619,11 @@ def child(name: str, out: Path) -> None:
 # ---------------------------------------------------------------------------------------------- the parts, one by one
 
 
-def environment(part: Part, out: Path, nccl: str | None) -> dict[str, str]:
+def environment(part: Part, out: Path, nccl: str | None, flashinfer: str) -> dict[str, str]:
     environ = {**os.environ, **ENVIRONMENT}
-    paths = [str(REPOSITORY), str(plugin_site(out)), os.environ.get("PYTHONPATH", "")]
+    # Where it can be imported vLLM uses it, and compiles what it needs: so it is seen by its own parts only.
+    also = flashinfer if part.kind == "flashinfer" else ""
+    paths = [str(REPOSITORY), str(plugin_site(out)), also, os.environ.get("PYTHONPATH", "")]
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if part.ranks > 1 and part.backend != "stock":
         environ |= SUSPEND
@@ -658,7 +660,7 @@ def plugin_site(out: Path) -> Path:
 class Running:
     """A part in its process, until :meth:`finish`."""
 
-    def __init__(self, part: Part, out: Path, nccl: str | None) -> None:
+    def __init__(self, part: Part, out: Path, nccl: str | None, flashinfer: str) -> None:
         self.part = part
         self._path = out / f"{part.name}.json"
         for path in (self._path, self._path.with_suffix(".jsonl")):
@@ -668,7 +670,7 @@ class Running:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).resolve()), "--child", part.name, "--out", str(out)],
-                env=environment(part, out, nccl),
+                env=environment(part, out, nccl, flashinfer),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -759,6 +761,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help="names, or beginnings of names; all if none is given")
     parser.add_argument("--out", type=Path, default=Path("gpu-vllm"), help="directory of the results")
     parser.add_argument("--nccl", default=os.environ.get("VLLM_NCCL_SO_PATH"), help="libnccl.so.2 of 2.29.7 or later")
+    parser.add_argument("--flashinfer", default="", metavar="DIR", help="where FlashInfer is, unless it is installed")
     parser.add_argument("--budget", type=float, default=float("inf"), help="start no part after so many seconds")
     parser.add_argument("--together", action="store_true", help="start all at once, then take turns")
     parser.add_argument("--list", action="store_true", help="name the parts")
@@ -781,7 +784,7 @@ def main() -> int:
             print(f"{', '.join(part.name for part in wave)}: not begun, the budget is spent", flush=True)
             continue
         print(f"{', '.join(part.name for part in wave)} ...", flush=True)
-        running = [Running(part, out, args.nccl) for part in wave]
+        running = [Running(part, out, args.nccl, args.flashinfer) for part in wave]
         for one in running:
             one.wait_up()
         for one in running:
