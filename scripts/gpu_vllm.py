@@ -726,7 +726,7 @@ def own_mib(facts: dict[str, Any]) -> dict[str, Any]:
         asleep = [
             used - left for cycle in facts["cycles"] for used, left in zip(cycle["mib_asleep"], after, strict=True)
         ]
-        facts["summary"] = {"mib_asleep": max(asleep), **facts["summary"]}
+        facts["summary"] = {**facts["summary"], "mib_asleep": max(asleep)}
     return facts
 
 
