@@ -59,6 +59,7 @@ def test_every_option_can_be_given() -> None:
         "wake_margin_bytes": 0,
         "host_margin_bytes": 0,
         "verify_weights": True,
+        "attribution": True,
         "ignore_preflight": (next(iter(CHECKS)),),
         "runtime_dir": "/somewhere",
         "soft_root": "/elsewhere",
