@@ -19,9 +19,9 @@ __all__ = ["Journal", "bounds", "finish", "read"]
 
 MIB = 1 << 20
 
-#: Slopes that are let pass, for 100 iterations. At 1,000 sleeps a day a process may so grow by 10 MiB a day, a GPU's use
-#: (which NVML reads in steps of 2 MiB) by 40 MiB, and 10 files may stay open. The software device is exact: nothing may
-#: change there.
+#: Slopes that are let pass, for 100 iterations. At 1,000 sleeps a day a process may so grow by 10 MiB a day, the use of
+#: a GPU (which NVML reads in steps of 2 MiB) by 40 MiB, and 10 files may stay open. The software device is exact:
+#: nothing may change there.
 RSS_BOUND_BYTES = 1 * MIB
 DEVICE_BOUND_BYTES = 4 * MIB
 FILES_BOUND = 1.0

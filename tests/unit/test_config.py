@@ -131,7 +131,7 @@ def test_unknown_names_wrong_types_and_bad_values_are_told_together() -> None:
     for found, expected in zip(
         problems,
         [
-            "unknown option 'pipeline_parallel_size'; known are communication, deadlines,",
+            "unknown option 'pipeline_parallel_size'; known are attribution, communication,",
             "unknown option 'tensor_paralel_size'",
             "device: Expected `str`, got `int`",
             "retain_backup: Expected `bool`, got `str`",
