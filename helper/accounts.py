@@ -5,7 +5,10 @@ For attribution only. Knows the driver's readings and ``/proc``; does not know w
 
 from __future__ import annotations
 
+import sys
+
 from checkpoint_executor import procfs
+from checkpoint_executor.driver_states import DriverError
 from checkpoint_executor.helper.drivers import Driver
 from checkpoint_executor.messages import Target
 
@@ -16,8 +19,8 @@ class Accounts:
     """Made before the driver is opened: the first reading is of devices that nobody of this executor has touched, since
     workers open theirs only when every process is connected, and this one connects when it has opened the driver.
 
-    Raises:
-        DriverError: the devices could not be read.
+    A device that cannot be read (another's on this host, say) counts as empty: readings must not keep anybody from
+    starting.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -44,4 +47,10 @@ class Accounts:
         }
 
     def _used(self) -> dict[str, int]:
-        return {device: self._driver.device_memory(device).used_bytes for device in self._driver.devices()}
+        found = {}
+        try:
+            for device in self._driver.devices():
+                found[device] = self._driver.device_memory(device).used_bytes
+        except DriverError as error:
+            print(f"checkpoint-executor helper: attribution: {error}", file=sys.stderr)  # noqa: T201
+        return found

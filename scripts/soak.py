@@ -179,8 +179,8 @@ class Soak:
             record["probe_s"] = round(time.monotonic() - begun, 6)
             record["identical"] = probed == reference
             record["rss_bytes"], record["open_files"] = held(executor)
-        except (CheckpointExecutorError, RuntimeError) as error:
-            # The executor is in a state that this run has no plan for: what was done so far is the result.
+        except (CheckpointExecutorError, RuntimeError, OSError) as error:
+            # The executor, or what fills the devices, is in no state to go on: what was done so far is the result.
             record["stopped"] = f"{type(error).__name__}: {error}"
             failures.append(record["stopped"])
         if failures:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from checkpoint_executor import demo
+from checkpoint_executor import demo, directories, procfs
 from checkpoint_executor.executor import detect_device_kind
 
 __all__ = ["EXAMPLE_WORKER", "device_kind", "devices_of_its_own", "host"]
 
-MIB = 1 << 20
 EXAMPLE_WORKER = demo.EXAMPLE_WORKER
 
 
@@ -33,12 +31,14 @@ def devices_of_its_own(kind: str, capacity_bytes: int) -> Iterator[dict[str, Any
     if kind != "soft":
         yield {"device": kind}
         return
-    # Short, because sockets may live below it.
-    folder = Path(tempfile.mkdtemp(prefix="cx-soft-"))
+    # A directory that is named like this is swept by the next executor if we die.
+    own = f"{os.getpid()}-{procfs.start_time(os.getpid())}"
+    root = directories.user_directory() / f"{own}-soak"
+    root.mkdir(mode=0o700)
     try:
-        yield {"device": "soft", "soft_root": str(folder / "gpu"), "soft_capacity_bytes": capacity_bytes}
+        yield {"device": "soft", "soft_root": str(root), "soft_capacity_bytes": capacity_bytes}
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(root)
 
 
 def host(kind: str) -> dict[str, Any]:

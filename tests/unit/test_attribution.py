@@ -146,6 +146,13 @@ def test_the_helper_knows_what_was_there_before_and_what_is_its_own() -> None:
     assert (late["empty"], late["helper"]) == (0, 0)
 
 
+def test_a_device_that_cannot_be_read_keeps_nobody_from_starting(capsys: pytest.CaptureFixture[str]) -> None:
+    driver: Any = TwoDevices()
+    driver.devices = lambda: ("A", "no such device", "B")
+    Accounts(driver).opened()
+    assert "NO_DEVICE" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------------------------------------- a GPU worker's ledger
 
 
