@@ -37,6 +37,8 @@ class ChildSpec(Struct, frozen=True, forbid_unknown_fields=True):
     front_door: str = "own"
     #: Preflight checks whose blockers do not count.
     ignore_preflight: tuple[str, ...] = ()
+    #: Whether to tell whose the device's bytes are.
+    attribution: bool = False
     faults: tuple[Injection, ...] = ()
 
     @property

@@ -57,6 +57,8 @@ class ExecutorConfig(Struct, frozen=True, forbid_unknown_fields=True):
         host_margin_bytes: available host memory that admission asks for beyond what a checkpoint moves there.
         verify_weights: compare a hash of every weight allocation, taken on the device before the sleep, with one taken
             after its wake; a difference is fatal and named.
+        attribution: read the devices after every stage and have the workers tell what they hold, so that the reports of
+            sleeps and wakes say whose the bytes are (``CycleReport.memory``). Costs some milliseconds a stage.
         runtime_dir: where the private 0700 directory of this executor is made; by default the user's.
         soft_root, soft_capacity_bytes: where the software devices live, and the size of a new one.
         max_payload_bytes: largest single frame of user data.
@@ -75,6 +77,7 @@ class ExecutorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     wake_margin_bytes: int = 64 << 20
     host_margin_bytes: int = 256 << 20
     verify_weights: bool = False
+    attribution: bool = False
     runtime_dir: str | None = None
     soft_root: str | None = None
     soft_capacity_bytes: int | None = None

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from checkpoint_executor import preflight, processes
+from checkpoint_executor.attribution import Observation, memory_steps
 from checkpoint_executor.config import ExecutorConfig
 from checkpoint_executor.coordinator import Coordinator, Phase, StageLists, Who
 from checkpoint_executor.errors import (
@@ -79,7 +80,7 @@ from checkpoint_executor.messages import (
 )
 from checkpoint_executor.preflight import Finding, Severity
 from checkpoint_executor.processes import WatchedProcess
-from checkpoint_executor.report import CycleReport, StageReport
+from checkpoint_executor.report import CycleReport, MemoryStep, StageReport
 from checkpoint_executor.transport import Transport, new_wake_descriptor
 from checkpoint_executor.wire import Frame
 
@@ -144,6 +145,7 @@ class _Recorder:
     def __init__(self, ranks: int) -> None:
         self.begun = time.monotonic()
         self._ranks = ranks
+        self._observed: list[Observation] = []
         self._stages: list[tuple[str, float, float, dict[int, StageReply]]] = []
 
     def sent(self, stage: str) -> None:
@@ -155,6 +157,13 @@ class _Recorder:
             name, begun, _, replies = self._stages[-1]
             replies[reply.rank] = reply
             self._stages[-1] = (name, begun, time.monotonic(), replies)
+
+    def observed(self, observation: Observation) -> None:
+        """A reading of one rank, with what the rank last said of itself."""
+        self._observed.append(observation)
+
+    def memory(self, operation: str) -> tuple[MemoryStep, ...]:
+        return memory_steps(operation, self._observed)
 
     def stages(self) -> tuple[StageReport, ...]:
         return tuple(
@@ -224,6 +233,8 @@ class Control:
         #: By rank, what a wake takes, bytes: of a tag (``device_weights``), of the communicator (``suspendable``).
         self._bytes_by_name: dict[int, dict[str, int]] = {}
         self._devices: dict[int, str] = {}
+        #: By rank, what it last said it holds (attribution).
+        self._ledgers: dict[int, dict[str, int]] = {}
         self._fatal: FatalError | None = None
         self.execution_methods: frozenset[str] = frozenset()
         self.last_report: CycleReport | None = None
@@ -437,6 +448,8 @@ class Control:
         if (reply.cycle, reply.index) == (state.cycle, state.index):
             self._recorder.replied(reply)
             self._remember(reply)
+            if self.config.attribution:
+                self._attribute(reply)
         self._feed(Replied(reply.cycle, reply.index, reply.rank, reply.error, reply.state_before, reply.state_after))
 
     def _death_behind(self, reply: StageReply) -> WatchedProcess | None:
@@ -468,6 +481,17 @@ class Control:
                         _log.warning("preflight:\n%s", preflight.explain([finding]))
             case "sleep_allocator" | "release_kv_cache" | "suspend_communicators" | "worker_sleep" | "worker_discard":
                 self._bytes_by_name.setdefault(reply.rank, {}).update(reply.figures)
+
+    def _attribute(self, reply: StageReply) -> None:
+        """Put a reading beside what the rank last said of itself."""
+        if reply.ledger:
+            self._ledgers[reply.rank] = reply.ledger
+        if reply.reading is not None and reply.stage.startswith("measure_"):
+            step = reply.stage.removeprefix("measure_")
+            ledger = self._ledgers.get(reply.rank, {})
+            self._recorder.observed(
+                Observation(step, reply.rank, reply.reading.used_bytes, ledger=ledger, outside=reply.figures)
+            )
 
     def _on_exit(self, child: WatchedProcess) -> None:
         status = child.poll_exit()
@@ -577,8 +601,9 @@ class Control:
             request.future.set_result(request.replies)
             return
         readings = self._recorder.readings()
+        operation = _operation_name(request.event)
         report = CycleReport(
-            operation=_operation_name(request.event),
+            operation=operation,
             performed=answer.performed,
             wall_s=time.monotonic() - self._recorder.begun,
             stages=self._recorder.stages() if answer.performed else (),
@@ -586,6 +611,7 @@ class Control:
             device_bytes_after=readings[-1] if len(readings) > 1 else (),
             sleeping=tuple(sorted(state.sleeping)),
             warnings=answer.warnings,
+            memory=self._recorder.memory(operation) if answer.performed else (),
         )
         if answer.performed:
             self.last_report = report

@@ -69,6 +69,7 @@ __all__ = [
     "StageLists",
     "State",
     "Who",
+    "attributed",
 ]
 
 
@@ -173,9 +174,13 @@ ADMIT_SLEEP = Stage("admit_sleep", Who.HELPER, _DRIVER, OnError.WITHDRAW)
 ADMIT_WAKE = Stage("admit_wake", Who.HELPER, _DRIVER, OnError.REFUSE)
 
 
-def measure(when: str) -> Stage:
+def measure(when: str, deadline: DeadlineClass = _DRIVER) -> Stage:
     """A reading of the devices for the report. An error in it does not fail the operation."""
-    return Stage(f"measure_{when}", Who.HELPER, _DRIVER, OnError.IGNORE)
+    return Stage(f"measure_{when}", Who.HELPER, deadline, OnError.IGNORE)
+
+
+#: With attribution: the workers tell what they hold, before anything is touched. Later stages of theirs say it anyway.
+ACCOUNT = Stage("account", Who.WORKERS, _SLEEP, OnError.IGNORE)
 
 
 REGISTER = Stage("register", Who.HELPER, DeadlineClass.START)
@@ -237,6 +242,39 @@ VLLM_STAGES = StageLists(
     wake=(ADMIT_WAKE, WORKER_WAKE, measure("woken")),
     undo_wakes=False,
 )
+
+
+#: With attribution: the stages after which the devices are read, and what the step is called. ``checkpoint`` and
+#: ``wake_allocator`` are followed by a reading in any case.
+_STEPS = {
+    "sleep_allocator": "allocator_asleep",
+    "confirm_suspended": "communicators_suspended",
+    "prepare_workspaces": "workspaces_prepared",
+    "restore": "restored",
+    "restore_workspaces": "workspaces_restored",
+    "confirm_resumed": "communicators_resumed",
+}
+
+
+def attributed(stages: StageLists) -> StageLists:
+    """The same plans, with a reading after every stage that moves memory and the workers' own account at the start.
+
+    A reading has its stage's deadline class, so that stages that shared a deadline still do.
+    """
+
+    def read(plan: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        found: list[Stage] = []
+        for stage in plan:
+            if stage.name == "measure_awake":
+                found.append(ACCOUNT)
+            found.append(stage)
+            if stage.name in _STEPS:
+                found.append(measure(_STEPS[stage.name], stage.deadline))
+        return tuple(found)
+
+    return replace(
+        stages, down=read(stages.down), up=read(stages.up), release=read(stages.release), wake=read(stages.wake)
+    )
 
 
 class State(Struct, frozen=True):

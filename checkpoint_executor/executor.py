@@ -20,7 +20,7 @@ from checkpoint_executor.child_spec import ChildSpec
 from checkpoint_executor.communication import worker_environment
 from checkpoint_executor.config import ExecutorConfig
 from checkpoint_executor.control import Control, OutgoingCall, Request, call_error
-from checkpoint_executor.coordinator import OWN_STAGES, Phase
+from checkpoint_executor.coordinator import OWN_STAGES, Phase, attributed
 from checkpoint_executor.errors import (
     CheckpointExecutorError,
     ConfigError,
@@ -104,7 +104,7 @@ class CUDACheckpointExecutor:
         link = _OwnWorkers(self.config, self.device_kind, runtime_dir, frames)
         self._control = Control(
             self.config,
-            OWN_STAGES,
+            attributed(OWN_STAGES) if self.config.attribution else OWN_STAGES,
             link,
             runtime_dir,
             _encode_spec(link.spec(Role.HELPER, HELPER)),
@@ -422,6 +422,7 @@ class _OwnWorkers:
             locks_dir=str(directories.locks_directory()),
             helper_pid=helper_pid,
             ignore_preflight=self._config.ignore_preflight,
+            attribution=self._config.attribution,
             faults=self._config.faults,
         )
 

@@ -192,6 +192,8 @@ class StageReply(Struct, frozen=True, tag="stage_reply", forbid_unknown_fields=T
     #: Bytes by name, e.g. ``{"weights": 1024}`` from ``sleep_allocator``.
     figures: dict[str, int] = {}
     reading: DeviceReading | None = None
+    #: With attribution, from a worker: the bytes it knows of after the stage, by kind (``attribution.py``).
+    ledger: dict[str, int] = {}
     #: From ``build``: the GPU the worker opened, and its methods that are refused while anything sleeps.
     device: str | None = None
     execution_methods: tuple[str, ...] = ()

@@ -5,7 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["is_alive", "is_stopped", "open_pidfd", "owner_uid", "start_time", "thread_group_leader"]
+__all__ = [
+    "host_memory",
+    "is_alive",
+    "is_stopped",
+    "open_pidfd",
+    "owner_uid",
+    "start_time",
+    "thread_group_leader",
+]
 
 
 def _stat(pid: int) -> list[str]:
@@ -52,6 +60,15 @@ def owner_uid(pid: int) -> int:
 def thread_group_leader(pid: int) -> int:
     """Tgid: equal to ``pid`` for a process, different for one of its other threads."""
     return _status_number(pid, b"Tgid:")
+
+
+def host_memory(pid: int) -> tuple[int, int]:
+    """Bytes of host memory that the process has resident, and how many of them are anonymous (not files' or shared).
+
+    Raises:
+        ProcessLookupError: no such process.
+    """
+    return _status_number(pid, b"VmRSS:") << 10, _status_number(pid, b"RssAnon:") << 10
 
 
 def _status_number(pid: int, key: bytes) -> int:

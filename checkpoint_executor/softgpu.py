@@ -628,6 +628,11 @@ class SoftProcess:
         return self._state
 
     @property
+    def context_bytes(self) -> int:
+        """What the context costs on the device while it is resident."""
+        return self._context_bytes
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes this process holds on the device now, context included: its entry in the ledger."""
         return self._held_bytes

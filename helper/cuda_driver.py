@@ -94,6 +94,17 @@ class CudaDriver:
         self._require_same_process("unlock", target)
         self._call("unlock", self._opened.cuCheckpointProcessUnlock, target.pid, None)
 
+    def devices(self) -> tuple[str, ...]:
+        """UUIDs of all GPUs that NVML sees, whatever ``CUDA_VISIBLE_DEVICES`` says."""
+        nvml = _open_nvml()
+        found = []
+        for index in range(int(_nvml_call("nvmlDeviceGetCount", nvml.nvmlDeviceGetCount))):
+            handle = _nvml_call("nvmlDeviceGetHandleByIndex", nvml.nvmlDeviceGetHandleByIndex, index)
+            uuid = _nvml_call("nvmlDeviceGetUUID", nvml.nvmlDeviceGetUUID, handle)
+            # nvidia-ml-py returned bytes until 11.5
+            found.append(uuid.decode() if isinstance(uuid, bytes) else str(uuid))
+        return tuple(found)
+
     def device_memory(self, device: str) -> DeviceMemory:
         """NVML's reading of a GPU by UUID (``GPU-...``), in bytes.
 

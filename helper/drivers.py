@@ -71,8 +71,12 @@ class Driver(Protocol):
         """LOCKED -> RUNNING."""
         ...
 
+    def devices(self) -> tuple[str, ...]:
+        """All devices of this host, as ``device_memory`` takes them. Needs no ``open``. Raises DriverError."""
+        ...
+
     def device_memory(self, device: str) -> DeviceMemory:
-        """Memory of a device by its UUID (or the software device's name). Raises DriverError."""
+        """Memory of a device by its UUID (or the software device's name). Needs no ``open``. Raises DriverError."""
         ...
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ from checkpoint_executor.driver_states import (
 )
 from checkpoint_executor.faults import Fault, Injection
 from checkpoint_executor.helper import preflight
+from checkpoint_executor.helper.accounts import Accounts
 from checkpoint_executor.helper.admission import DeviceLocks, judge_host, judge_sleep, judge_wake, needs
 from checkpoint_executor.helper.drivers import DeviceMemory, Driver
 from checkpoint_executor.helper.host_memory import rooms
@@ -91,6 +92,7 @@ class HelperService:
         self._driver = driver
         self._parent_pidfd = parent_pidfd
         self._faults = FaultPlan(spec)
+        self._accounts = Accounts(driver) if spec.attribution else None
         self._targets: dict[int, HeldTarget] = {}
         self._lanes: dict[int, _Lane] = {}
         self._readings = _Lane("readings")
@@ -101,6 +103,8 @@ class HelperService:
 
     def run(self) -> None:
         self._driver.open()
+        if self._accounts is not None:
+            self._accounts.opened()
         channel = Channel(self._spec)
         channel.watch(self._parent_pidfd)
         channel.watch(self._wake)
@@ -287,17 +291,20 @@ class HelperService:
         # One watch for all: the ranks are read one after another, and a rank's wait for the others is part of its time.
         watch = Stopwatch()
         for rank in command.ranks:
-            error = reading = None
+            error = reading = figures = None
             fault: Injection | None = None
             try:
                 with self._faults.around(command.stage, rank) as fault:
-                    device = self._targets[rank].target.device
-                    memory = self._driver.device_memory(device)
-                    self._targets[rank].measured = memory
-                    reading = DeviceReading(device, memory.used_bytes, memory.total_bytes)
+                    target = self._targets[rank].target
+                    memory = self._driver.device_memory(target.device)
+                    if command.stage == "measure_awake":
+                        # What a sleep is held to. Later readings come when some of it is gone.
+                        self._targets[rank].measured = memory
+                    reading = DeviceReading(target.device, memory.used_bytes, memory.total_bytes)
+                    figures = self._accounts.figures(target) if self._accounts is not None else None
             except Exception as failure:  # noqa: BLE001
                 error = error_info(failure)
-            self._reply(command, rank, watch.elapsed_s, error=error, reading=reading, fault=fault)
+            self._reply(command, rank, watch.elapsed_s, error=error, reading=reading, figures=figures, fault=fault)
 
     def _admit_sleep(self, command: StageCommand) -> None:
         """Look before the first lock: whatever is wrong now can still be undone."""

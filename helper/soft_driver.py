@@ -46,6 +46,15 @@ class SoftDriver:
     def unlock(self, target: Target) -> None:
         _remote(target).unlock()
 
+    def devices(self) -> tuple[str, ...]:
+        try:
+            names = sorted(path.name for path in self._root.iterdir())
+        except FileNotFoundError:
+            return ()  # made by the first worker that opens one
+        except OSError as error:
+            raise DriverError("devices", DriverCode.OPERATING_SYSTEM, detail=str(error)) from error
+        return tuple(name for name in names if SoftGpu.exists(self._root, name))
+
     def device_memory(self, device: str) -> DeviceMemory:
         """Raises DriverError with NO_DEVICE for a device that nobody ever opened, INVALID_VALUE for a bad name."""
         try:

@@ -43,7 +43,7 @@ class HeldTarget:
             raise
         #: Device bytes the driver gave back when it checkpointed the process: what its restore will take.
         self.checkpointed_bytes = 0
-        #: The device when it was last measured.
+        #: The device when it was last measured awake.
         self.measured: DeviceMemory | None = None
 
     def compare(self, now: DeviceMemory) -> tuple[int, int | None]:

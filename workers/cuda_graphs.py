@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from checkpoint_executor.workers.cuda_communicator import CudaCommunicator, LocalCommunicator
+from checkpoint_executor.workers.cuda_ledger import Meter, NoMeter
 from checkpoint_executor.workers.cuda_memory import CudaAllocator
 
 __all__ = ["CudaGraph", "GraphPool"]
@@ -56,12 +57,18 @@ class GraphPool:
 
     Args:
         device: torch's index of the device. allocator, communicator: what the graphs may use.
+        meter: is shown the warm-ups (modules are loaded there) and the captures.
     """
 
     def __init__(
-        self, device: int, allocator: CudaAllocator, communicator: CudaCommunicator | LocalCommunicator
+        self,
+        device: int,
+        allocator: CudaAllocator,
+        communicator: CudaCommunicator | LocalCommunicator,
+        meter: Meter | None = None,
     ) -> None:
         self._device = device
+        self._meter: Meter = meter or NoMeter()
         self._allocator = allocator
         self._communicator = communicator
         # One stream for all: the pool's blocks belong to the stream that captured them.
@@ -78,13 +85,15 @@ class GraphPool:
         collectives = self._communicator.collectives
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UP_RUNS):
-                function()
-        current.wait_stream(self._stream)
+        with self._meter.watch("context"):
+            with torch.cuda.stream(self._stream):
+                for _ in range(_WARM_UP_RUNS):
+                    function()
+            current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Errors only for what this thread does: others (NCCL's proxies, a server's) may call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with self._meter.watch("graph_executables"), capture:
             output = function()
         guards = [self._require_awake]
         if self._communicator.collectives > collectives:
@@ -94,7 +103,7 @@ class GraphPool:
             for guard in guards:
                 guard()
 
-        return CudaGraph(graph, output, require_replayable)
+        return CudaGraph(self._meter.watched(graph), output, require_replayable)
 
     def _require_awake(self) -> None:
         """Which memory a graph touches cannot be told, and a replay over memory that sleeps ends the process."""

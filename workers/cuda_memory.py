@@ -299,6 +299,13 @@ class CudaAllocator:
             self._read_journals()
             return {tag: sum(block.memory.size_bytes for block in self._blocks_of(tag)) for tag in ALL_TAGS}
 
+    @property
+    def pool_segments(self) -> frozenset[int]:
+        """Addresses of what torch's pools (:meth:`use`) hold here: torch counts these bytes as its own too."""
+        with self._lock:
+            self._read_journals()
+            return frozenset(address for origin, address in self._blocks if origin)
+
     # Allocation
 
     def allocate(self, size_bytes: int, tag: str = WEIGHTS) -> CudaAllocation:

@@ -21,6 +21,14 @@ from checkpoint_executor.workers.cuda_calls import PrimaryContext, choose_device
 from checkpoint_executor.workers.cuda_communicator import CudaCommunicator, LocalCommunicator
 from checkpoint_executor.workers.cuda_graphs import CudaGraph, GraphPool
 from checkpoint_executor.workers.cuda_hash import open_hasher
+from checkpoint_executor.workers.cuda_ledger import (
+    DeviceMeter,
+    Meter,
+    NoMeter,
+    TorchBytes,
+    device_used_bytes,
+    torch_bytes,
+)
 from checkpoint_executor.workers.cuda_memory import CudaAllocator
 from checkpoint_executor.workers.cuda_rendezvous import HostGroup
 from checkpoint_executor.workers.cuda_workspace import CudaWorkspace
@@ -36,20 +44,31 @@ class CudaRuntime:
 
     kind = "cuda"
 
-    def __init__(self, context: PrimaryContext, group: HostGroup, *, communication: str, retain_backup: bool) -> None:
+    def __init__(
+        self,
+        context: PrimaryContext,
+        group: HostGroup,
+        *,
+        communication: str,
+        retain_backup: bool,
+        meter: DeviceMeter | None = None,
+    ) -> None:
         self._context = context
         self._group = group
-        self._arena = HostArena(numa_node=context.numa_node)
-        self._allocator = CudaAllocator(
-            context, Backup(self._arena), hasher=open_hasher(context), retain_backup=retain_backup
-        )
-        self._communicator: CudaCommunicator | LocalCommunicator = (
-            CudaCommunicator(group, context.ordinal, suspendable=communication == SUSPEND)
-            if group.world_size > 1
-            else LocalCommunicator()
-        )
-        self._graphs = GraphPool(context.ordinal, self._allocator, self._communicator)
+        self._meter: Meter = meter or NoMeter()
         self._workspaces: list[Workspace] = []
+        self._arena = HostArena(numa_node=context.numa_node)
+        with self._meter.watch("context"):
+            # It compiles and loads a kernel.
+            hasher = open_hasher(context)
+        self._allocator = CudaAllocator(context, Backup(self._arena), hasher=hasher, retain_backup=retain_backup)
+        self._communicator: CudaCommunicator | LocalCommunicator = LocalCommunicator()
+        if meter is not None:
+            meter.explain(lambda: self._explained_bytes(), self.synchronize)
+        if group.world_size > 1:
+            with self._meter.watch("context"):
+                self._communicator = CudaCommunicator(group, context.ordinal, suspendable=communication == SUSPEND)
+        self._graphs = GraphPool(context.ordinal, self._allocator, self._communicator, self._meter)
 
     @classmethod
     def open(
@@ -62,6 +81,7 @@ class CudaRuntime:
         rendezvous: Path,
         communication: str | None = SUSPEND,
         retain_backup: bool = True,
+        attribution: bool = False,
     ) -> CudaRuntime:
         """Open the GPU in this process and meet the other ranks. Collective.
 
@@ -71,6 +91,7 @@ class CudaRuntime:
             rank, world_size: this rank's place. rendezvous: an existing folder for this set of ranks alone.
             communication: ``"suspend"`` or ``"socket"``; None is ``"suspend"``.
             retain_backup: whether the host memory of the backup is kept after ``weights`` woke.
+            attribution: whether to watch what contexts, modules and captures cost, for :meth:`ledger`.
 
         Raises:
             ValueError: no such device, or an environment that cannot work, with everything that is wrong with it.
@@ -81,12 +102,15 @@ class CudaRuntime:
         problems, _ = check_environment(communication, world_size, os.environ)
         if problems:
             raise ValueError("the environment cannot work:\n" + "\n".join(f"  - {problem}" for problem in problems))
-        ordinal = choose_device(device_uuids(), device_uuid, index)
-        # Before anything else of torch, or a context would appear on device 0 as well.
-        torch.cuda.set_device(ordinal)
-        context = PrimaryContext(ordinal)
+        uuids = device_uuids()
+        ordinal = choose_device(uuids, device_uuid, index)
+        meter = DeviceMeter(device_used_bytes(uuids[ordinal])) if attribution else None
+        with (meter or NoMeter()).watch("context"):
+            # Before anything else of torch, or a context would appear on device 0 as well.
+            torch.cuda.set_device(ordinal)
+            context = PrimaryContext(ordinal)
         group = HostGroup(rank, world_size, rendezvous)
-        return cls(context, group, communication=communication, retain_backup=retain_backup)
+        return cls(context, group, communication=communication, retain_backup=retain_backup, meter=meter)
 
     @property
     def device_id(self) -> str:
@@ -139,6 +163,23 @@ class CudaRuntime:
         self._allocator.prepare_backup()
         return {"arena": self._arena.capacity_bytes}
 
+    def ledger(self) -> dict[str, int]:
+        """What can be told apart; ``torch`` is what its ordinary pool keeps beside cuBLAS's workspaces, tensors and
+        cache. ``context`` and ``graph_executables`` are there only if the device was opened with ``attribution``."""
+        torchs, memory = self._torch_bytes(), self._communicator_bytes()
+        return {
+            **self._resident_bytes(),
+            "graph_pools": torchs.graph_pools,
+            "graph_executables": self._meter.grown.get("graph_executables", 0),
+            "nccl_persistent": memory["persistent"],
+            "nccl_suspendable": memory["suspendable"],
+            "workspaces": self._workspace_bytes(),
+            "cublas": torchs.cublas,
+            "context": self._meter.grown.get("context", 0),
+            "torch": torchs.other,
+            "backup_arena": self._arena.capacity_bytes,
+        }
+
     def trim(self) -> Mapping[str, int]:
         """Give torch's unused blocks back: the driver would copy them at about 2 GB/s, both ways.
 
@@ -163,3 +204,27 @@ class CudaRuntime:
         self.synchronize()
         self._group.close()
         self._arena.close()
+
+    # Details: the ledger
+
+    def _resident_bytes(self) -> dict[str, int]:
+        sleeping = self._allocator.sleeping
+        return {tag: 0 if tag in sleeping else size for tag, size in self._allocator.tag_bytes().items()}
+
+    def _communicator_bytes(self) -> dict[str, int]:
+        memory = self._communicator.memory_bytes()
+        return {**memory, "suspendable": 0 if self._communicator.is_suspended else memory["suspendable"]}
+
+    def _workspace_bytes(self) -> int:
+        # Of others' (FlashInfer's) nothing is known.
+        return sum(getattr(workspace, "device_bytes", 0) for workspace in self._workspaces)
+
+    def _torch_bytes(self) -> TorchBytes:
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return torch_bytes(segments, self._context.ordinal, self._allocator.pool_segments)
+
+    def _explained_bytes(self) -> int:
+        """What the device holds for this process and is accounted for, for the meter."""
+        parts = (self._resident_bytes(), self._communicator_bytes())
+        known = sum(size for part in parts for size in part.values())
+        return known + self._workspace_bytes() + self._torch_bytes().total

@@ -71,6 +71,11 @@ class CudaWorkspace:
     def size_bytes(self) -> int:
         return self._size_bytes
 
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that this rank's part takes now; the peers' parts are on theirs."""
+        return 0 if self._prepared else self._mapped_bytes
+
     def checkpoint_prepare(self) -> None:
         """Release peer memory and this rank's own, keep the addresses. Collective; nothing happens the second time.
 

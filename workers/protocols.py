@@ -214,6 +214,15 @@ class DeviceRuntime(Protocol):
         """Wait until all submitted work is done."""
         ...
 
+    def ledger(self) -> dict[str, int]:
+        """Bytes that this rank holds now as far as they can be told apart, by kind
+        (:data:`~checkpoint_executor.attribution.KINDS`), and ``backup_arena`` in host memory.
+
+        Makes no call that reaches the device. On CUDA some kinds are only known if the device was opened with
+        ``attribution``.
+        """
+        ...
+
     def trim(self) -> Mapping[str, int]:
         """Give back what is cheap to give back before the driver copies it. Returns bytes by name."""
         ...

@@ -60,6 +60,7 @@ def open_runtime(spec: ChildSpec) -> DeviceRuntime:
             rendezvous=rendezvous,
             communication=spec.communication,
             retain_backup=spec.retain_backup,
+            attribution=spec.attribution,
         )
     from checkpoint_executor.softgpu import device_name
     from checkpoint_executor.workers.soft_runtime import SoftRuntime
@@ -214,21 +215,33 @@ class WorkerService:
         watch = Stopwatch()
         error: ErrorInfo | None = None
         figures: Figures = {}
+        ledger: Figures = {}
         fault: Injection | None = None
         try:
             with self._faults.around(command.stage, self._spec.rank) as fault:
                 if fault is not None and fault.fault is Fault.OUT_OF_MEMORY:
                     raise MemoryError(f"injected into {command.stage}")
                 figures = self._perform(command)
+                if self._spec.attribution:
+                    ledger = self._account()
         except Exception as failure:  # noqa: BLE001
             error = error_info(failure)
         reply = StageReply(
-            command.cycle, command.index, command.stage, self._spec.rank, watch.elapsed_s, error=error, figures=figures
+            command.cycle,
+            command.index,
+            command.stage,
+            self._spec.rank,
+            watch.elapsed_s,
+            error=error,
+            figures=figures,
+            ledger=ledger,
         )
         self._faults.send(self._channel, reply, fault)
 
     def _perform(self, command: StageCommand) -> Figures:
         match command.stage:
+            case "account":
+                return {}
             case "sleep_allocator":
                 return self._sleep_allocator()
             case "suspend_communicators":
@@ -249,6 +262,14 @@ class WorkerService:
                 return self._release(command.tags)
             case unknown:
                 raise ValueError(f"unknown stage {unknown!r}: parent and worker differ")
+
+    def _account(self) -> Figures:
+        """What the runtime knows of. A reading for the report: an error in it must not fail the stage."""
+        try:
+            return self.runtime.ledger()
+        except Exception:  # noqa: BLE001 - then all of it is remainder, and the log says why
+            traceback.print_exc()
+            return {}
 
     def _sleep_allocator(self) -> Figures:
         self.worker.before_sleep()

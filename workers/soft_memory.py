@@ -147,6 +147,8 @@ class SoftAllocator:
         self._frees = _Frees(process)
         #: By address, in order of allocation.
         self._blocks: dict[int, _Block] = {}
+        #: By address, bytes of the segments that no tag reaches.
+        self._untagged: dict[int, int] = {}
         self._sleeping: set[str] = set()
         self._arena: mmap.mmap | None = None
 
@@ -159,6 +161,16 @@ class SoftAllocator:
         while frees are deferred."""
         self._collect()
         return {tag: self._bytes_of(tag) for tag in ALL_TAGS}
+
+    @property
+    def untagged_bytes(self) -> int:
+        """Device bytes that no tag reaches: the graphs' results."""
+        return sum(self._untagged.values())
+
+    @property
+    def arena_bytes(self) -> int:
+        """Host bytes of the backup."""
+        return 0 if self._arena is None else len(self._arena)
 
     def tag_at(self, address: int) -> str | None:
         """The tag of the allocation that starts at ``address``, None if there is none."""
@@ -322,7 +334,8 @@ class SoftAllocator:
     def _collect(self) -> int:
         freed = self._frees.collect()
         for segment in freed:
-            self._blocks.pop(segment.address, None)  # a graph pool's chunk is in no tag
+            if self._untagged.pop(segment.address, None) is None:
+                self._blocks.pop(segment.address, None)
         return len(freed)
 
     def _bytes_of(self, tag: str) -> int:
@@ -348,6 +361,7 @@ class SoftAllocator:
         """A segment that no tag reaches, and its lease."""
         self._collect()
         segment = self._process.allocate(size_bytes)
+        self._untagged[segment.address] = segment.size_bytes
         return segment, self._frees.lease(segment)
 
     def _empty_strided(self, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], tag: str) -> torch.Tensor:

@@ -120,6 +120,21 @@ class SoftRuntime:
         with self._process.call():
             pass
 
+    def ledger(self) -> dict[str, int]:
+        """To the byte: the kinds add up to what the device's own ledger says of this process."""
+        allocator, communicator = self._allocator, self._communicator
+        resident = {tag: 0 if tag in allocator.sleeping else size for tag, size in allocator.tag_bytes().items()}
+        memory = communicator.memory_bytes()
+        return {
+            **resident,
+            "graph_pools": allocator.untagged_bytes,
+            "nccl_persistent": memory["persistent"],
+            "nccl_suspendable": 0 if communicator.is_suspended else memory["suspendable"],
+            "workspaces": sum(getattr(workspace, "device_bytes", 0) for workspace in self._workspaces),
+            "context": self._process.context_bytes,
+            "backup_arena": allocator.arena_bytes,
+        }
+
     def trim(self) -> Mapping[str, int]:
         """There is nothing to give back."""
         return {}

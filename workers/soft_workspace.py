@@ -43,6 +43,11 @@ class SoftWorkspace:
     def size_bytes(self) -> int:
         return self._segment.size_bytes
 
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that this rank's part takes now."""
+        return 0 if self._prepared else self._segment.size_bytes
+
     def checkpoint_prepare(self) -> None:
         """Release peer memory and drop the segment, keep its address. Collective; nothing happens the second time.
 

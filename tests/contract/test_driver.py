@@ -278,6 +278,14 @@ def test_processes_share_the_capacity_of_the_device(backend: Backend, driver: Dr
         backend.spawn(size_bytes=memory.total_bytes - backend.target_bytes)
 
 
+def test_a_device_in_use_is_among_those_that_are_listed(
+    backend: Backend, driver: Driver, target: TargetProcess
+) -> None:
+    assert backend.device in driver.devices()
+    for device in driver.devices():
+        assert driver.device_memory(device).total_bytes > 0
+
+
 def test_the_memory_of_a_checkpointed_process_is_free_for_others(backend: Backend, driver: Driver) -> None:
     target = backend.spawn()
     bring_to(driver, target.target, ProcessState.CHECKPOINTED)

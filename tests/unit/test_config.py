@@ -59,6 +59,7 @@ def test_every_option_can_be_given() -> None:
         "wake_margin_bytes": 0,
         "host_margin_bytes": 0,
         "verify_weights": True,
+        "attribution": True,
         "ignore_preflight": (next(iter(CHECKS)),),
         "runtime_dir": "/somewhere",
         "soft_root": "/elsewhere",
@@ -130,7 +131,7 @@ def test_unknown_names_wrong_types_and_bad_values_are_told_together() -> None:
     for found, expected in zip(
         problems,
         [
-            "unknown option 'pipeline_parallel_size'; known are communication, deadlines,",
+            "unknown option 'pipeline_parallel_size'; known are attribution, communication,",
             "unknown option 'tensor_paralel_size'",
             "device: Expected `str`, got `int`",
             "retain_backup: Expected `bool`, got `str`",

@@ -1,0 +1,56 @@
+"""What the devices held before the executor came, what the helper itself takes there, and the targets' host memory.
+
+For attribution only. Knows the driver's readings and ``/proc``; does not know what the workers hold.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from checkpoint_executor import procfs
+from checkpoint_executor.driver_states import DriverError
+from checkpoint_executor.helper.drivers import Driver
+from checkpoint_executor.messages import Target
+
+__all__ = ["Accounts"]
+
+
+class Accounts:
+    """Made before the driver is opened: the first reading is of devices that nobody of this executor has touched, since
+    workers open theirs only when every process is connected, and this one connects when it has opened the driver.
+
+    A device that cannot be read (another's on this host, say) counts as empty: readings must not keep anybody from
+    starting.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._empty = self._used()
+        self._own: dict[str, int] = {}
+
+    def opened(self) -> None:
+        """The driver is open: the difference is this process's own."""
+        self._own = {device: used - self._empty.get(device, used) for device, used in self._used().items()}
+
+    def figures(self, target: Target) -> dict[str, int]:
+        """Bytes: ``empty`` and ``helper`` on the target's device, ``rss`` and ``rss_anon`` of the target on the host.
+
+        Raises:
+            ProcessLookupError: the target is gone.
+        """
+        rss, anonymous = procfs.host_memory(target.pid)
+        return {
+            "empty": self._empty.get(target.device, 0),
+            "helper": self._own.get(target.device, 0),
+            "rss": rss,
+            "rss_anon": anonymous,
+        }
+
+    def _used(self) -> dict[str, int]:
+        found = {}
+        try:
+            for device in self._driver.devices():
+                found[device] = self._driver.device_memory(device).used_bytes
+        except DriverError as error:
+            print(f"checkpoint-executor helper: attribution: {error}", file=sys.stderr)  # noqa: T201
+        return found
