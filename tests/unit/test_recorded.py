@@ -232,6 +232,7 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 @every_kind
 def test_whatever_is_replaced_by_nonsense_the_file_is_read_or_refused(kind: str) -> None:
     refused = 0
+    nonsense: Any
     for place in _places(MAKERS[kind]())[1:]:
         for nonsense in (None, "nonsense", [], {}, -1):
             document = MAKERS[kind]()

@@ -41,7 +41,7 @@ def write(folder: Path, **documents: Any) -> list[str]:
     return paths
 
 
-def pixels(png: bytes) -> tuple[tuple[int, int], set[tuple[int, int, int]]]:
+def pixels(png: bytes) -> tuple[tuple[int, int], set[tuple[int, ...]]]:
     """Size, and the colours that cover more than a few pixels."""
     from PIL import Image
 
@@ -53,7 +53,7 @@ def pixels(png: bytes) -> tuple[tuple[int, int], set[tuple[int, int, int]]]:
     return converted.size, {colour for count, colour in found if count > 50 and isinstance(colour, tuple)}
 
 
-def near(colours: set[tuple[int, int, int]], wanted: str) -> bool:
+def near(colours: set[tuple[int, ...]], wanted: str) -> bool:
     """Whether a colour is there; the palette moves it a little."""
     exact = [int(wanted[at : at + 2], 16) for at in (1, 3, 5)]
     return any(sum(abs(a - b) for a, b in zip(colour, exact, strict=True)) < 18 for colour in colours)
@@ -70,7 +70,7 @@ def near(colours: set[tuple[int, int, int]], wanted: str) -> bool:
         (report_pictures.timeline, runs.part, ["#c0392b", "#1f4e8c"]),
         (report_pictures.cycle_times, runs.table, ["#1f4e8c", "#d1701a"]),
         (report_pictures.ways, runs.ways, ["#1f4e8c", "#d1701a"]),
-        (report_pictures.drift, runs.soak, ["#1f4e8c", "#d1701a"]),
+        (report_pictures.drift, lambda: runs.soak(100), ["#1f4e8c", "#d1701a"]),
     ],
 )
 def test_a_picture_shows_what_it_is_about(
