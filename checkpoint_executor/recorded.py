@@ -98,15 +98,17 @@ class RankMemory(Struct, frozen=True):
     Attributes:
         device_used_bytes: the device's own reading. kinds: parts of it by name; ``remainder`` may be negative, where
             the parts overlap. host: bytes of host memory by what they are for.
+        unaccounted: what somebody says to hold and no kind counts, so that it lies within the remainder.
     """
 
     rank: int
     device_used_bytes: int
     kinds: dict[str, int]
     host: dict[str, int] = {}
+    unaccounted: dict[str, int] = {}
 
     @property
-    def unaccounted_bytes(self) -> int:
+    def missing_bytes(self) -> int:
         """The reading less the sum of the parts: 0 in a file that is right."""
         return self.device_used_bytes - sum(self.kinds.values())
 
@@ -165,6 +167,8 @@ class Slope(Struct, frozen=True):
     unit: str
     bound: float
     ok: bool
+    #: False with too few readings to say anything; ``ok`` means nothing then.
+    judged: bool = True
 
 
 class Run(Struct, frozen=True):
@@ -174,6 +178,7 @@ class Run(Struct, frozen=True):
         source: the file. kind: what wrote it. name: what it was, short enough for a heading.
         command: as it was typed, empty if the file does not say. when: UTC. device, machine: what it ran on.
         verdict: what the run says of itself. good: False if that is bad news, None if it says nothing.
+        iterations: of a soak, those that came to their end; the slopes leave out the first ``warm_up_iterations``.
         evidence: what the comparison before and after rested on, as (what, how it came out).
         remarks: what a reader has to know to judge the figures.
     """
@@ -192,6 +197,7 @@ class Run(Struct, frozen=True):
     attribution: tuple[AttributedCycle, ...] = ()
     ways: tuple[Way, ...] = ()
     iterations: tuple[Iteration, ...] = ()
+    warm_up_iterations: int = 0
     slopes: dict[str, Slope] = {}
     evidence: tuple[tuple[str, str], ...] = ()
     remarks: tuple[str, ...] = ()
@@ -245,8 +251,10 @@ def _document(source: str, data: bytes) -> Any:
         lines = [msgspec.json.decode(line) for line in data.splitlines() if line.strip()]
     except _NOT_JSON:
         lines = []
-    # One line alone would have been JSON as a whole; several are judged together, below.
+    # One line alone would have been JSON as a whole; several are judged together.
     if len(lines) > 1:
+        if _is("soak")(lines[0]) and "iterations" not in lines[0]:
+            return {**lines[0], "iterations": lines[1:]}  # as a soak writes it while it runs
         return lines
     raise UnreadableRunError(f"{source}: it is not JSON ({problem}). {_EXPECTED}")
 
@@ -387,10 +395,32 @@ class _Part(Struct):
     when: str = ""
 
 
+class _Iteration(Struct):
+    """One that an error stopped lacks what came after the error."""
+
+    number: int
+    burst_requests: int
+    burst_failed: int
+    burst_s: float
+    wake: str
+    occupied: bool
+    occupied_bytes: int = 0
+    identical: bool | None = None
+    sleep_s: float | None = None
+    wake_s: float | None = None
+    probe_s: float | None = None
+    device_awake_bytes: tuple[int, ...] | None = None
+    device_asleep_bytes: tuple[int, ...] | None = None
+    rss_bytes: dict[str, int] | None = None
+    open_files: dict[str, int] | None = None
+    stopped: str | None = None
+
+
 class _Attribution(Struct):
     device: str
     tensor_parallel_size: int
     cycles: tuple[AttributedCycle, ...]
+    worker: str = ""
     command: list[str] = []
     when: str = ""
     host: dict[str, Any] = {}
@@ -399,8 +429,10 @@ class _Attribution(Struct):
 class _Soak(Struct):
     device: str
     tensor_parallel_size: int
-    iterations: tuple[Iteration, ...]
+    iterations: tuple[_Iteration, ...]
     seed: int | None = None
+    warm_up_iterations: int = 0
+    problems: tuple[str, ...] = ()
     #: Written as it goes: what is fitted and judged comes at the end.
     slopes: dict[str, Slope] = {}
     mismatches: int | None = None
@@ -584,12 +616,13 @@ def _cycle_log(source: str, entries: tuple[_LogEntry, ...]) -> Run:
 
 
 def _attribution(source: str, found: _Attribution) -> Run:
+    worker = f", {found.worker}" if found.worker else ""
     remarks = []
     for cycle in found.cycles:
         for step in cycle.steps:
             for memory in step.ranks:
                 where = f"cycle {cycle.number}, {step.step}, rank {memory.rank}"
-                if memory.unaccounted_bytes:
+                if memory.missing_bytes:
                     remarks.append(
                         f"{where}: the kinds add up to {size_text(sum(memory.kinds.values()))}, the device says "
                         f"{size_text(memory.device_used_bytes)}"
@@ -599,18 +632,20 @@ def _attribution(source: str, found: _Attribution) -> Run:
     return Run(
         source,
         "attribution",
-        f"Device memory by kind, TP={found.tensor_parallel_size}, {_device(found.device)}",
+        f"Memory by kind{worker}, TP={found.tensor_parallel_size}, {_device(found.device)}",
         found.tensor_parallel_size,
         command=_command(found.command),
         when=found.when,
         device=_device(found.device),
         machine=_host(found.host),
+        verdict="memory only: nothing was compared",
         attribution=found.cycles,
         remarks=tuple(remarks),
     )
 
 
 def _soak(source: str, soak: _Soak) -> Run:
+    iterations = [found for each in soak.iterations if (found := _completed(each)) is not None]
     cycles = [
         Cycle(
             iteration.number,
@@ -621,20 +656,24 @@ def _soak(source: str, soak: _Soak) -> Run:
             iteration.device_asleep_bytes,
             note=f"another process held {size_text(iteration.occupied_bytes)}" if iteration.occupied else "",
         )
-        for iteration in soak.iterations
+        for iteration in iterations
     ]
     requests = sum(iteration.burst_requests for iteration in soak.iterations)
     failed = sum(iteration.burst_failed for iteration in soak.iterations)
-    verdict = {True: "passed", False: "FAILED", None: "not finished"}[soak.ok]
-    remarks = [] if soak.ok is not None else ["the soak was cut off, or was still running when the file was copied"]
-    if soak.mismatches is not None and soak.mismatches != sum(not i.identical for i in soak.iterations):
+    verdict = {True: "passed", False: "; ".join(("FAILED", *soak.problems)), None: "not finished"}[soak.ok]
+    remarks = [f"stopped in iteration {each.number}: {each.stopped}" for each in soak.iterations if each.stopped]
+    if soak.ok is None:
+        remarks.append("the soak was cut off, or was still running when the file was copied")
+    if soak.warm_up_iterations:
+        remarks.append(f"the slopes leave out the first {soak.warm_up_iterations} iterations, the warm-up")
+    if soak.mismatches is not None and soak.mismatches != sum(not each.identical for each in iterations):
         remarks.append(f"the file counts {soak.mismatches} mismatches, its iterations another number")
     if soak.failed_requests is not None and soak.failed_requests != failed:
         remarks.append(f"the file counts {soak.failed_requests} failed requests, its iterations {failed}")
     return Run(
         source,
         "soak",
-        f"Soak, {len(soak.iterations)} iterations, TP={soak.tensor_parallel_size}, {_device(soak.device)}",
+        f"Soak, {len(iterations)} iterations, TP={soak.tensor_parallel_size}, {_device(soak.device)}",
         soak.tensor_parallel_size,
         command=_command(soak.command),
         when=soak.when,
@@ -643,17 +682,50 @@ def _soak(source: str, soak: _Soak) -> Run:
         verdict=verdict,
         good=soak.ok,
         cycles=tuple(cycles),
-        iterations=soak.iterations,
+        iterations=tuple(iterations),
+        warm_up_iterations=soak.warm_up_iterations,
         slopes=soak.slopes,
         evidence=(
             ("probe prompts, bit for bit as in iteration 0", _count(_identicals(cycles))),
             ("requests that failed", f"{failed:,} of {requests:,}"),
             (
                 "sleeps during which another process held the freed memory",
-                f"{sum(i.occupied for i in soak.iterations)} of {len(soak.iterations)}",
+                f"{sum(each.occupied for each in iterations)} of {len(iterations)}",
             ),
         ),
         remarks=tuple(remarks),
+    )
+
+
+def _completed(each: _Iteration) -> Iteration | None:
+    """The iteration, if nothing of it is missing."""
+    if (
+        each.sleep_s is None
+        or each.wake_s is None
+        or each.probe_s is None
+        or each.identical is None
+        or each.device_awake_bytes is None
+        or each.device_asleep_bytes is None
+        or each.rss_bytes is None
+        or each.open_files is None
+    ):
+        return None
+    return Iteration(
+        each.number,
+        each.burst_requests,
+        each.burst_failed,
+        each.burst_s,
+        each.sleep_s,
+        each.wake_s,
+        each.wake,
+        each.occupied,
+        each.identical,
+        each.probe_s,
+        each.device_awake_bytes,
+        each.device_asleep_bytes,
+        each.rss_bytes,
+        each.open_files,
+        each.occupied_bytes,
     )
 
 
@@ -742,7 +814,10 @@ def _strings(value: Any) -> list[str]:
 
 
 def _host(host: dict[str, Any]) -> str:
-    return _machine(_strings(host.get("gpus")), host.get("driver"), host.get("cpus"), host.get("python"))
+    described = _machine(_strings(host.get("gpus")), host.get("driver"), host.get("cpus"), host.get("python"))
+    versions = host.get("versions")
+    torch = versions.get("torch") if isinstance(versions, dict) else None
+    return f"{described}, torch {torch}" if torch else described
 
 
 def _machine(gpus: Sequence[str], driver: Any = None, cpus: Any = None, python: Any = None) -> str:

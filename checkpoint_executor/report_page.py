@@ -84,12 +84,12 @@ def _section(number: int, run: Run, pictures: Sequence[Picture]) -> str:
     if run.evidence:
         rows = [list(pair) for pair in run.evidence]
         parts.append(f"<h3>What the check rested on</h3>\n{_table(['compared', 'outcome'], rows)}")
-    if run.cycles:
-        parts.append(_cycles(run))
     if run.slopes:
         parts.append(_slopes(run))
     if run.ways:
         parts.append(_ways(run))
+    if run.cycles:
+        parts.append(_cycles(run))
     parts += [_attribution(run, at) for at in range(len(run.attribution))][-1:]
     return "<section>\n" + "\n".join(parts) + "\n</section>"
 
@@ -136,6 +136,8 @@ def _slopes(run: Run) -> str:
     rows: list[Sequence[Cell]] = []
     for name, slope in run.slopes.items():
         verdict: Cell = "within" if slope.ok else _Html("<strong>DRIFTS</strong>")
+        if not slope.judged:
+            verdict = "too few readings"
         # Sizes in one unit, so that slope, error and bound can be compared at a glance.
         values = [slope.per_100, slope.standard_error, slope.bound]
         unit = slope.unit
@@ -176,10 +178,13 @@ def _attribution(run: Run, at: int) -> str:
             rows.append([kind.replace("_", " "), *("" if size is None else size_text(size) for size in sizes)])
         used = [_Html(f"<strong>{size_text(m.device_used_bytes)}</strong>") if m else "" for m in found]
         rows.append([_Html("<strong>device, as read</strong>"), *used])
-        for kind in dict.fromkeys(kind for memory in found if memory for kind in memory.host):
-            sizes = [memory.host.get(kind) if memory else None for memory in found]
-            name = f"host: {kind.replace('_', ' ')}"
-            rows.append([name, *("" if size is None else size_text(size) for size in sizes)])
+        for label, of in (
+            ("within the remainder:", [memory.unaccounted if memory else {} for memory in found]),
+            ("host:", [memory.host if memory else {} for memory in found]),
+        ):
+            for kind in dict.fromkeys(kind for by_kind in of for kind in by_kind):
+                texts = ["" if kind not in by_kind else size_text(by_kind[kind]) for by_kind in of]
+                rows.append([f"{label} {kind.replace('_', ' ')}", *texts])
         head = ["", *(step.step.replace("_", " ") for step in cycle.steps)]
         parts.append(f"<h3>Rank {rank}, cycle {cycle.number}</h3>\n{_table(head, rows, 'numbers')}")
     return "\n".join(parts)

@@ -179,8 +179,9 @@ def memory_by_step(run: Run, cycle: int = -1) -> bytes:
     axes = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (1, 1.15)})
     figure.suptitle(_heading(run, f"GPU memory by step, cycle {attributed.number}"), **_TITLE)
     by_rank = f" (in each step one bar a rank: {', '.join(map(str, ranks))})" if len(ranks) > 1 else ""
-    _stacks(axes[0], attributed, ranks, kinds, 1 << 30)
-    axes[0].set_title(f"everything, GiB{by_rank}", **_SUBTITLE)
+    large = any(memory.device_used_bytes >= 1 << 30 for step in steps for memory in step.ranks)
+    _stacks(axes[0], attributed, ranks, kinds, 1 << 30 if large else 1 << 20)
+    axes[0].set_title(f"everything, {'GiB' if large else 'MiB'}{by_rank}", **_SUBTITLE)
     _stacks(axes[1], attributed, ranks, kinds, 1 << 20, left_out=_ALLOCATED)
     axes[1].set_title("without weights and KV cache, MiB", **_SUBTITLE)
     axes[1].set_xticks(range(len(steps)), [_wrap(step.step) for step in steps])
@@ -540,6 +541,8 @@ def drift(run: Run) -> bytes:
             middle = (low + high) / 2
             ax.set_ylim(middle - least, middle + least)
         ax.margins(x=0.02)
+        if run.warm_up_iterations:
+            ax.axvspan(numbers[0], numbers[0] + run.warm_up_iterations, color=_GRID, alpha=0.55, linewidth=0, zorder=0)
         ax.grid(axis="y", color=_GRID, linewidth=0.8)
         if len(series) > 1:
             place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 0.985), "borderaxespad": 0.2}
@@ -640,7 +643,8 @@ _CAPTIONS = {
     "ways": "One process, one after another. Host memory is the growth of the worker's resident memory by the sleep.",
     "drift": (
         "Memory is the change against the first iteration. Of many iterations, a line is the median of each stretch of "
-        "them and its band goes from the least to the most. The fitted slopes are in the table."
+        "them and its band goes from the least to the most. The grey part is the warm-up, which the fitted slopes in "
+        "the table leave out."
     ),
 }
 

@@ -141,7 +141,7 @@ def test_an_attribution_keeps_every_kind_and_says_what_does_not_add_up() -> None
     run = read(document)
     first = run.attribution[0].steps[0].ranks
     assert first[0].kinds["remainder"] == -7 * MIB
-    assert [memory.unaccounted_bytes for memory in first] == [0, GIB]
+    assert [memory.missing_bytes for memory in first] == [0, GIB]
     assert first[0].host["backup_arena"] == 2 * GIB
     text = "\n".join(run.remarks)
     assert "cycle 0, awake, rank 1: the kinds add up to" in text
@@ -164,6 +164,28 @@ def test_a_soak_that_still_runs_has_no_verdict() -> None:
     run = read(document)
     assert (run.good, run.verdict) == (None, "not finished")
     assert "cut off" in run.remarks[0]
+
+
+def test_a_soak_is_read_as_it_is_written_while_it_runs() -> None:
+    document = {name: value for name, value in runs.soak().items() if name not in ("slopes", "ok")}
+    iterations = document.pop("iterations")
+    run = recorded.read("soak.jsonl", "\n".join(map(json.dumps, [document, *iterations])).encode())
+    assert (run.verdict, len(run.iterations)) == ("not finished", 4)
+
+
+def test_an_iteration_that_an_error_stopped_is_remarked_and_not_counted() -> None:
+    document = {**runs.soak(), "ok": False, "problems": ["it stopped"], "warm_up_iterations": 1}
+    last = document["iterations"][-1]
+    for name in ("wake_s", "probe_s", "rss_bytes", "open_files"):
+        del last[name]
+    last["stopped"] = "FatalError: gone"
+    run = read(document)
+    assert (run.verdict, len(run.iterations), len(run.cycles)) == ("FAILED; it stopped", 3, 3)
+    assert run.remarks[0] == "stopped in iteration 3: FatalError: gone"
+    assert ("probe prompts, bit for bit as in iteration 0", "the same in 3 of 3") in run.evidence
+    # Its requests were sent all the same.
+    assert ("requests that failed", "0 of 256") in run.evidence
+    assert run.warm_up_iterations == 1
 
 
 def test_a_soak_that_contradicts_itself_is_remarked() -> None:

@@ -70,7 +70,7 @@ def near(colours: set[tuple[int, ...]], wanted: str) -> bool:
         (report_pictures.timeline, runs.part, ["#c0392b", "#1f4e8c"]),
         (report_pictures.cycle_times, runs.table, ["#1f4e8c", "#d1701a"]),
         (report_pictures.ways, runs.ways, ["#1f4e8c", "#d1701a"]),
-        (report_pictures.drift, lambda: runs.soak(100), ["#1f4e8c", "#d1701a"]),
+        (report_pictures.drift, lambda: {**runs.soak(100), "warm_up_iterations": 25}, ["#1f4e8c", "#d1701a"]),
     ],
 )
 def test_a_picture_shows_what_it_is_about(
@@ -220,6 +220,21 @@ def test_a_slope_that_drifts_is_said_in_one_unit() -> None:
     text = page(runs.soak()).text
     assert "DRIFTS" in text
     assert re.search(r"rss parent\s*8789\s*0\.9766\s*976\.6\s*KiB", text)
+
+
+def test_a_slope_of_too_few_readings_has_no_verdict() -> None:
+    document = runs.soak()
+    for slope in document["slopes"].values():
+        slope["judged"] = False
+    text = page(document).text
+    assert "too few readings" in text
+    assert "DRIFTS" not in text
+
+
+def test_what_lies_within_the_remainder_is_said() -> None:
+    document = runs.attribution(1)
+    document["cycles"][-1]["steps"][0]["ranks"][0]["unaccounted"] = {"torch": 4 * MIB}
+    assert re.search(r"within the remainder: torch\s*4\.00 MiB", page(document).text)
 
 
 def test_bad_news_are_on_the_page() -> None:
