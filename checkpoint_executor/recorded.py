@@ -8,6 +8,7 @@ are in bytes and times in seconds throughout.
 from __future__ import annotations
 
 import shlex
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "UnreadableRunError",
     "Way",
     "read",
+    "read_all",
     "size_text",
 ]
 
@@ -217,7 +219,15 @@ def size_text(size_bytes: float) -> str:
 
 
 def read(source: str, data: bytes) -> Run:
-    """The run that a file holds.
+    """The one run that a file holds; as :func:`read_all`, which also says what is raised."""
+    runs = read_all(source, data)
+    if len(runs) != 1:
+        raise UnreadableRunError(f"{source}: one run was expected, and it holds {len(runs)}")
+    return runs[0]
+
+
+def read_all(source: str, data: bytes) -> tuple[Run, ...]:
+    """The runs that a file holds: one, but for what ``gpu_vllm.py`` writes about all its parts.
 
     Args:
         source: the file's name, for errors and for the reader. data: its content.
@@ -226,6 +236,12 @@ def read(source: str, data: bytes) -> Run:
         UnreadableRunError: it is not JSON, of no known kind, or not as its writer writes it.
     """
     document = _document(source, data)
+    if _are_parts(document):
+        return tuple(_part_of_all(f"{source}#{name}", name, facts) for name, facts in document.items())
+    return (_run(source, document),)
+
+
+def _run(source: str, document: Any) -> Run:
     for known in _FORMATS:
         if known.recognised(document):
             try:
@@ -382,6 +398,10 @@ class _PartName(Struct):
 class _Part(Struct):
     part: _PartName
     cycles: tuple[_PartCycle, ...]
+    #: In use after its end; only in the file about all parts. A text if it could not be read.
+    mib_after: tuple[int, ...] | str | None = None
+    tokens_per_s_before: tuple[float, ...] = ()
+    tokens_per_s_after: tuple[float, ...] = ()
     gpus: tuple[str, ...] = ()
     driver: str = ""
     versions: dict[str, Any] = {}
@@ -559,15 +579,25 @@ def _ways(source: str, ways: _Ways) -> Run:
 
 def _part(source: str, part: _Part) -> Run:
     logged = _log_cycles(part.log)
+    # Beside other engines only the reading after its end tells what was its own.
+    empty = part.mib_after if isinstance(part.mib_after, tuple) else part.mib_before_start
     cycles = []
     for number, cycle in enumerate(part.cycles, 1):
         # The log and the cycles are of one process and in one order; stock vLLM has no log.
         operations = logged[number - 1].operations if len(logged) == len(part.cycles) else ()
-        asleep = _above([mib << 20 for mib in cycle.mib_asleep], [mib << 20 for mib in part.mib_before_start])
+        asleep = _above([mib << 20 for mib in cycle.mib_asleep], [mib << 20 for mib in empty])
         identical = cycle.same_tokens and cycle.same_logprobs
         cycles.append(Cycle(number, cycle.sleep_s, cycle.wake_s, cycle.partial, identical, asleep, operations))
     good = None if not cycles else all(c.identical for c in cycles) and part.same_checksums is not False
     remarks = [] if part.completed else ["the run was cut off: it has no mark of its end"]
+    if not isinstance(part.mib_after, tuple):
+        remarks.append(
+            "what stays is counted beyond what was in use before its start, which is wrong if other engines ran beside "
+            "it (--together): the file about all parts has the right figure"
+        )
+    if part.tokens_per_s_before and part.tokens_per_s_after:
+        before, after = statistics.median(part.tokens_per_s_before), statistics.median(part.tokens_per_s_after)
+        remarks.append(f"tokens/s, medians: {before:,.0f} before any sleep, {after:,.0f} after the last wake")
     if part.log and len(logged) != len(part.cycles):
         remarks.append("the log has another number of cycles than the run: its stages are not shown")
     evidence = [
@@ -596,6 +626,28 @@ def _part(source: str, part: _Part) -> Run:
         cycles=tuple(cycles),
         evidence=tuple(evidence),
         remarks=tuple(remarks),
+    )
+
+
+def _part_of_all(source: str, name: str, facts: dict[str, Any]) -> Run:
+    """One of all parts: with its cycles, or, where it has none, with what it says of itself."""
+    if _is_part(facts) and facts["cycles"]:
+        return _run(source, facts)
+    summary = facts.get("summary")
+    known = [(str(key), str(value)) for key, value in summary.items()] if isinstance(summary, dict) else []
+    ended = str(facts.get("how") or "it is not known how it ended")
+    return Run(
+        source,
+        "gpu_vllm",
+        f"vLLM, {name}",
+        1,
+        command=f"scripts/gpu_vllm.py {shlex.quote(name)}",
+        device="NVIDIA GPU",
+        machine=_machine(_strings(facts.get("gpus")), facts.get("driver")),
+        verdict=f"completed, {ended}" if facts.get("completed") is True else f"no result: {ended}",
+        good=None if facts.get("completed") is True else False,
+        evidence=tuple(known),
+        remarks=(f"the log ends: {facts['log_ends']}",) if facts.get("log_ends") else (),
     )
 
 
@@ -848,6 +900,16 @@ def _is(kind: str) -> Callable[[Any], bool]:
     return lambda document: isinstance(document, dict) and document.get("kind") == kind
 
 
+def _is_part(document: Any) -> bool:
+    """A part of gpu_vllm that puts engines to sleep again and again: others have no cycles, or other ones."""
+    part = document.get("part") if _has("part", "cycles")(document) else None
+    return isinstance(part, dict) and part.get("kind") == "cycles"
+
+
+def _are_parts(document: Any) -> bool:
+    return isinstance(document, dict) and bool(document) and all(map(_has("how", "seconds"), document.values()))
+
+
 def _is_log(document: Any) -> bool:
     entry = _has("operation", "stages", "wall_s")
     return isinstance(document, list) and bool(document) and all(map(entry, document))
@@ -859,7 +921,7 @@ _FORMATS = (
     _Format("the JSON of `checkpoint-executor demo --json`", _has("device_note", "cycles"), _Demo, _demo),
     _Format("a table of scripts/bench_gpu.py", _has("weights_gib", "communication", "ranks"), _Table, _table),
     _Format("the ways.json of scripts/bench_gpu.py", _has("weights_gib", "runs"), _Ways, _ways),
-    _Format("a part with cycles of scripts/gpu_vllm.py", _has("part", "cycles"), _Part, _part),
+    _Format("a part with cycles of scripts/gpu_vllm.py", _is_part, _Part, _part),
     _Format("a log of CHECKPOINT_EXECUTOR_LOG", _is_log, tuple[_LogEntry, ...], _cycle_log),
     _Format(
         "a line of CHECKPOINT_EXECUTOR_LOG",

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from checkpoint_executor.recorded import Run, UnreadableRunError, read
+from checkpoint_executor.recorded import Run, UnreadableRunError, read_all
 
 __all__ = ["add_arguments", "load", "run", "write_all"]
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     out: Path = args.out
     try:
         report_pictures.require_matplotlib()
-        runs = [load(path) for path in args.files]
+        runs = [run for path in args.files for run in load(path)]
     except (UnreadableRunError, report_pictures.MissingMatplotlibError) as error:
         return _say(str(error), _USAGE)
     pictures = report_pictures.pictures_of(runs)
@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
     return _OK
 
 
-def load(path: Path) -> Run:
-    """The recorded run in a file.
+def load(path: Path) -> tuple[Run, ...]:
+    """The recorded runs in a file.
 
     Raises:
         UnreadableRunError: it cannot be read, or is no recorded run.
@@ -69,7 +69,7 @@ def load(path: Path) -> Run:
         data = path.read_bytes()
     except OSError as error:
         raise UnreadableRunError(f"{path}: it cannot be read: {error.strerror or error}") from None
-    return read(str(path), data)
+    return read_all(str(path), data)
 
 
 def write_all(folder: Path, contents: Mapping[str, bytes]) -> None:

@@ -99,7 +99,35 @@ def test_a_part_of_vllm_takes_its_stages_from_the_log() -> None:
     assert run.machine == "NVIDIA H200, driver 580.159.04, vllm 0.33.0, torch 2.11.0"
     assert [cycle.asleep_bytes for cycle in run.cycles] == [(3 * MIB,), (3 * MIB,)]
     assert all(len(cycle.operations) == 2 for cycle in run.cycles)
-    assert run.remarks == ()
+
+
+def test_a_part_of_all_counts_what_was_its_own() -> None:
+    own = {**runs.part(), "how": "exit 0", "seconds": 99.0, "mib_after": [3]}
+    own |= {"tokens_per_s_before": [1000.0, 1010.0], "tokens_per_s_after": [990.0]}
+    failed = {"how": "exit 1", "seconds": 3.0, "log_ends": "Traceback", "mib_after": "no NVML"}
+    other = {"part": {"kind": "fail_worker"}, "how": "exit 0", "seconds": 9.0, "completed": True}
+    other["summary"] = {"client": "EngineDeadError", "gone_s": 0.1}
+    data = json.dumps({"ours-8b-tp1": own, "stock": failed, "fail-worker": other}).encode()
+    first, second, third = recorded.read_all("all.json", data)
+    assert (first.source, first.name) == ("all.json#ours-8b-tp1", "vLLM 8b, TP=1, arena")
+    assert first.cycles[0].asleep_bytes == (MIB,)
+    assert first.remarks == ("tokens/s, medians: 1,005 before any sleep, 990 after the last wake",)
+    assert (second.name, second.good, second.verdict) == ("vLLM, stock", False, "no result: exit 1")
+    assert second.remarks == ("the log ends: Traceback",)
+    assert (third.good, third.evidence) == (None, (("client", "EngineDeadError"), ("gone_s", "0.1")))
+    with pytest.raises(UnreadableRunError, match=r"all\.json: one run was expected, and it holds 3"):
+        recorded.read("all.json", data)
+
+
+def test_a_broken_part_of_all_is_called_by_its_name() -> None:
+    own = {**runs.part(), "how": "exit 0", "seconds": 99.0}
+    own["cycles"][1]["sleep_s"] = None
+    with pytest.raises(UnreadableRunError, match=r"^all\.json#ours: .*cycles\[1\]\.sleep_s"):
+        recorded.read_all("all.json", json.dumps({"ours": own}).encode())
+
+
+def test_a_part_alone_says_what_it_cannot_know() -> None:
+    assert "if other engines ran beside it" in read(runs.part()).remarks[0]
 
 
 def test_a_part_whose_log_does_not_fit_is_shown_without_stages() -> None:
@@ -112,7 +140,7 @@ def test_a_part_that_was_cut_off_is_read_as_far_as_it_came() -> None:
     document = {name: value for name, value in runs.part().items() if name in ("part", "cycles", "gpus")}
     run = read(document)
     assert len(run.cycles) == 2
-    assert run.remarks == ("the run was cut off: it has no mark of its end",)
+    assert run.remarks[0] == "the run was cut off: it has no mark of its end"
 
 
 def test_a_part_whose_weights_changed_is_not_identical() -> None:
@@ -199,10 +227,10 @@ def test_a_soak_that_contradicts_itself_is_remarked() -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        *_MEASUREMENTS.glob("*/*/table-*.json"),
-        *_MEASUREMENTS.glob("*/*/demo-*.json"),
-        *_MEASUREMENTS.glob("*/*/ways*.json"),
-        *_MEASUREMENTS.glob("*/*/*.cycles.jsonl"),
+        *_MEASUREMENTS.rglob("table-*.json"),
+        *_MEASUREMENTS.rglob("demo-*.json"),
+        *_MEASUREMENTS.rglob("ways*.json"),
+        *_MEASUREMENTS.rglob("*.cycles.jsonl"),
     ],
     ids=lambda path: path.name,
 )
