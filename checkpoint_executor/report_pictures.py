@@ -279,7 +279,7 @@ def timeline(run: Run, number: int | None = None) -> bytes:
         [operation for operation in cycle.operations if operation.name == "sleep"],
         [operation for operation in cycle.operations if operation.name != "sleep"],
     )
-    figure = _figure(10.5, 3.5 + 2 * min(0.42 * ranks, 5.0))
+    figure = _figure(10.5, 3.8 + 2 * min(0.42 * ranks, 5.0))
     axes = figure.subplots(2, 1, sharex=True)
     which = f"cycle {cycle.number}" + (f" of {len(run.cycles)}" if len(run.cycles) > 1 else "")
     figure.suptitle(_heading(run, f"Stages of a sleep and a wake, {which}"), **_TITLE)
@@ -289,7 +289,7 @@ def timeline(run: Run, number: int | None = None) -> bytes:
         ax.set_title(f"{name}, {_seconds(seconds)}{' (by tag)' if len(row) > 1 else ''}", **_SUBTITLE)
         small = _lanes(ax, row, ranks, longest, figure.get_figwidth())
         ax.set_xlim(0, longest * 1.005)
-        ax.set_ylim(ranks - 0.45, -1.15)
+        ax.set_ylim(ranks - 0.45, -1.5)
         labels = range(ranks) if ranks <= 16 else range(0, ranks, 4)
         ax.set_yticks(labels, [f"rank {rank}" for rank in labels])
         ax.tick_params(axis="y", length=0)
@@ -319,9 +319,11 @@ def _lanes(ax: Axes, operations: Sequence[Operation], ranks: int, longest_s: flo
             for rank, seconds in enumerate(stage.ranks):
                 ax.barh(rank, seconds, 0.56, left=at, color=colour, linewidth=0)
             name = stage.name.replace("_", " ")
-            # About what 8.5 points of text take, with some room.
-            if stage.wall_s / longest_s * (width_in - 1.2) > 0.075 * max(len(name), 7):
-                label = f"{name}\n{_seconds(stage.wall_s)}"
+            # In characters of 8.5 points, with some room.
+            room = stage.wall_s / longest_s * (width_in - 1.2) / 0.075
+            lines = [*([name] if len(name) < room else name.split()), _seconds(stage.wall_s)]
+            if max(map(len, lines)) < room:
+                label = "\n".join(lines)
                 ax.text(at + stage.wall_s / 2, -0.5, label, ha="center", va="bottom", fontsize=8.5, color=_INK)
             else:
                 # Kept together where the line is folded.

@@ -39,7 +39,8 @@ class Picture(Struct, frozen=True):
     """A picture of the documentation.
 
     Attributes:
-        name: of its file, without ending. draw: makes the PNG of the runs. files: raw files below docs/measurements.
+        name: of its file, without ending. draw: makes the PNG of the runs.
+        files: raw files below docs/measurements; of a file about all parts of gpu_vllm.py, "all.json#PART".
         names: what the runs are called in it, where their own names do not tell them apart.
     """
 
@@ -59,24 +60,36 @@ def one(draw: Callable[[Run], bytes]) -> Callable[[Sequence[Run]], bytes]:
     return drawn
 
 
-H200 = "2026-11-30-h200"
+ONE, TWO = "2026-11-30-h200", "2026-11-30-two-h200s"
 SIZES = (1, 8, 16, 32)
 
 PICTURES = (
-    Picture("ways-16gib-tp1", one(report_pictures.ways), (f"{H200}/tp1/ways.json",)),
+    Picture("ways-16gib-tp1", one(report_pictures.ways), (f"{ONE}/tp1/ways.json",)),
     Picture(
         "by-size-tp1",
         report_pictures.comparison,
-        tuple(f"{H200}/tp1/table-suspend-tp1-{gib}gib.json" for gib in SIZES),
+        tuple(f"{ONE}/tp1/table-suspend-tp1-{gib}gib.json" for gib in SIZES),
         tuple(f"{gib} GiB of weights, TP=1" for gib in SIZES),
     ),
-    Picture("timeline-16gib-tp1", one(report_pictures.timeline), (f"{H200}/tp1/table-suspend-tp1-16gib.json",)),
-    Picture("cycles-16gib-tp1", one(report_pictures.cycle_times), (f"{H200}/tp1/table-suspend-tp1-16gib.json",)),
-    Picture("timeline-demo-tp2", one(report_pictures.timeline), (f"{H200}/tp2-first-look/demo-tp2.json",)),
+    Picture(
+        "by-size-tp2",
+        report_pictures.comparison,
+        (
+            *(f"{TWO}/tp1/table-suspend-tp1-{gib}gib.json" for gib in (1, 16)),
+            *(f"{TWO}/table-suspend-tp2-{gib}gib.json" for gib in SIZES),
+        ),
+        (
+            *(f"{gib} GiB of weights, TP=1" for gib in (1, 16)),
+            *(f"{gib} GiB of weights a rank, TP=2" for gib in SIZES),
+        ),
+    ),
+    Picture("timeline-16gib-tp1", one(report_pictures.timeline), (f"{ONE}/tp1/table-suspend-tp1-16gib.json",)),
+    Picture("timeline-16gib-tp2", one(report_pictures.timeline), (f"{TWO}/table-suspend-tp2-16gib.json",)),
+    Picture("cycles-demo-tp2", one(report_pictures.cycle_times), (f"{TWO}/demo-tp2.json",)),
     Picture(
         "timeline-vllm-8b-tp1",
         one(report_pictures.timeline),
-        (f"{H200}/vllm-first-look/ours-8b-tp1.cycles.jsonl",),
+        (f"{ONE}/vllm-first-look/ours-8b-tp1.cycles.jsonl",),
         ("vLLM 0.33.0, Qwen3 8B dimensions, TP=1",),
     ),
 )
@@ -127,9 +140,9 @@ def drawn(picture: Picture) -> bytes:
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
-    runs = [recorded.read(file, (MEASUREMENTS / file).read_bytes()) for file in picture.files]
+    runs = [run(file) for file in picture.files]
     if picture.names:
-        runs = [replace(run, name=name) for run, name in zip(runs, picture.names, strict=True)]
+        runs = [replace(found, name=name) for found, name in zip(runs, picture.names, strict=True)]
     text = PngInfo()
     text.add_text("Sources", sources(picture))
     buffer = io.BytesIO()
@@ -137,11 +150,19 @@ def drawn(picture: Picture) -> bytes:
     return buffer.getvalue()
 
 
+def run(file: str) -> Run:
+    """The run in a raw file."""
+    path = file.partition("#")[0]
+    (found,) = [one for one in recorded.read_all(path, (MEASUREMENTS / path).read_bytes()) if one.source == file]
+    return found
+
+
 def sources(picture: Picture) -> str:
     """A hash of the raw files' names and contents."""
     digest = hashlib.sha256()
     for file in picture.files:
-        digest.update(f"{file}\0{hashlib.sha256((MEASUREMENTS / file).read_bytes()).hexdigest()}\n".encode())
+        content = (MEASUREMENTS / file.partition("#")[0]).read_bytes()
+        digest.update(f"{file}\0{hashlib.sha256(content).hexdigest()}\n".encode())
     return digest.hexdigest()
 
 
