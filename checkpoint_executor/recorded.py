@@ -16,7 +16,6 @@ import msgspec
 from msgspec import Struct
 
 __all__ = [
-    "KINDS",
     "AttributedCycle",
     "Cycle",
     "Iteration",
@@ -32,22 +31,6 @@ __all__ = [
     "read_all",
     "size_text",
 ]
-
-#: Kinds of device memory in the order in which they are shown: what the allocator manages comes first, and what nobody
-#: could account for last.
-KINDS = (
-    "weights",
-    "kv_cache",
-    "graph_pools",
-    "graph_executables",
-    "nccl_persistent",
-    "nccl_suspendable",
-    "workspaces",
-    "cublas",
-    "context",
-    "helper",
-    "remainder",
-)
 
 
 class UnreadableRunError(ValueError):

@@ -14,7 +14,8 @@ from string import Template
 
 from msgspec import Struct
 
-from checkpoint_executor.recorded import KINDS, Run, size_text
+from checkpoint_executor.attribution import KINDS
+from checkpoint_executor.recorded import Run, size_text
 
 __all__ = ["Picture", "render"]
 

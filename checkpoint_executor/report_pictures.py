@@ -16,7 +16,8 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec
 
-from checkpoint_executor.recorded import KINDS, AttributedCycle, Cycle, Iteration, Operation, Run, Stage, size_text
+from checkpoint_executor.attribution import KINDS
+from checkpoint_executor.recorded import AttributedCycle, Cycle, Iteration, Operation, Run, Stage, size_text
 from checkpoint_executor.report_page import Picture
 
 if TYPE_CHECKING:
