@@ -59,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands.add_parser("demo", help="sleep and wake an example model, and compare what it decodes"))
     _add_status(commands.add_parser("status", help="list this user's running executors, without asking their workers"))
     commands.add_parser("doctor", help="look for what stands in the way of a sleep").fill = _fill_doctor
+    commands.add_parser("report", help="turn recorded runs into a page and pictures").fill = _fill_report
     return parser
 
 
@@ -116,6 +117,13 @@ def _fill_doctor(parser: argparse.ArgumentParser) -> None:
 
     doctor.add_arguments(parser)
     parser.set_defaults(run=doctor.run)
+
+
+def _fill_report(parser: argparse.ArgumentParser) -> None:
+    from checkpoint_executor import report_command
+
+    report_command.add_arguments(parser)
+    parser.set_defaults(run=report_command.run)
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:

@@ -86,9 +86,9 @@ PURE = {module.name for module in EVERY_MODULE if module.is_pure}
 
 #: What a pure module may import of others' code: data and text, no I/O.
 PURE_LIBRARIES = {
-    "__future__", "ast", "collections", "contextlib", "dataclasses", "difflib", "enum", "fnmatch", "functools",
-    "hashlib", "itertools", "json", "math", "operator", "pickle", "re", "shlex", "string", "struct", "textwrap",
-    "types", "typing", "msgspec",
+    "__future__", "ast", "base64", "collections", "contextlib", "dataclasses", "difflib", "enum", "fnmatch",
+    "functools", "hashlib", "html", "itertools", "json", "math", "operator", "pickle", "re", "shlex", "statistics",
+    "string", "struct", "textwrap", "types", "typing", "msgspec",
 }  # fmt: skip
 PURE_EXCEPTIONS = {
     "checkpoint_executor.payload": {"cloudpickle", "numpy", "torch", "sys"},  # values of theirs; nothing is opened

@@ -14,7 +14,7 @@ from checkpoint_executor.coordinator import OWN_STAGES, Stage
 from checkpoint_executor.executor import detect_device_kind
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
-_DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md")
+_DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/what-stays-on-the-gpu.md")
 
 
 def blocks(document: str, language: str) -> list[str]:
