@@ -55,6 +55,9 @@ def started(gpus: list[str], folder: Path, communication: str) -> Iterator[CUDAC
         "FLASHINFER_DISABLE_JIT": "1",
         "FLASHINFER_WORKSPACE_BASE": str(folder),
     }
+    if communication == "socket":
+        # The machine may be set up for the other configuration, which this one refuses.
+        environment["NCCL_CUMEM_ENABLE"] = "0"
     deadlines = {"start_s": 120.0, "worker_sleep_s": 30.0, "worker_wake_s": 30.0, "hook_s": 30.0}
     try:
         executor = CUDACheckpointExecutor(
