@@ -87,6 +87,32 @@ PICTURES = (
     Picture("timeline-16gib-tp2", one(report_pictures.timeline), (f"{TWO}/table-suspend-tp2-16gib.json",)),
     Picture("cycles-demo-tp2", one(report_pictures.cycle_times), (f"{TWO}/demo-tp2.json",)),
     Picture(
+        "memory-by-step-tp1", one(report_pictures.memory_by_step), (f"{TWO}/attribution/attribution-tp1-16gib.json",)
+    ),
+    Picture(
+        "memory-by-step-tp2", one(report_pictures.memory_by_step), (f"{TWO}/attribution/attribution-tp2-16gib.json",)
+    ),
+    Picture(
+        "vllm-stock-and-ours",
+        report_pictures.comparison,
+        (
+            f"{TWO}/vllm/first/all-0.6b-tp1.json#stock-0.6b-tp1",
+            f"{TWO}/vllm/second/all-0.6b-tp1.json#ours-0.6b-tp1",
+            f"{TWO}/vllm/first/all-8b-tp1.json#ours-8b-tp1",
+            f"{TWO}/vllm/second/all-tp2.json#ours-0.6b-tp2",
+            f"{TWO}/vllm/second/all-tp2.json#stock-8b-tp2",
+            f"{TWO}/vllm/second/all-tp2.json#ours-8b-tp2",
+        ),
+        (
+            "stock, 0.6B, TP=1",
+            "ours, 0.6B, TP=1",
+            "ours, 8B, TP=1",
+            "ours, 0.6B, TP=2",
+            "stock, 8B, TP=2",
+            "ours, 8B, TP=2",
+        ),
+    ),
+    Picture(
         "timeline-vllm-8b-tp1",
         one(report_pictures.timeline),
         (f"{ONE}/vllm-first-look/ours-8b-tp1.cycles.jsonl",),
