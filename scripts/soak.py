@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import os
 import random
 import sys
@@ -236,8 +237,11 @@ def one_heap() -> None:
 
 def held(executor: CUDACheckpointExecutor) -> tuple[dict[str, int], dict[str, int]]:
     """Resident host bytes and open files of this process (``parent``) and the executor's."""
+    # What the bursts freed is nobody's: objects that Python keeps to use again (a full collection gives them up; tuples
+    # of every size filled their lists for thousands of sleeps), and memory that the C library does.
+    gc.collect()
     if hasattr(_libc, "malloc_trim"):
-        _libc.malloc_trim(0)  # what its bursts freed is nobody's
+        _libc.malloc_trim(0)
     pids = {"parent": os.getpid(), **executor.pids}
     memory = {name: procfs.host_memory(pid)[0] for name, pid in pids.items()}
     return memory, {name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in pids.items()}
