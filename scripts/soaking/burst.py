@@ -103,7 +103,6 @@ class Burst:
     def __init__(self, queue: Queue, vocabulary: int) -> None:
         self._queue = queue
         self._vocabulary = vocabulary
-        self._threads = ThreadPoolExecutor(BURST_REQUESTS[1], thread_name_prefix="soak-request")
 
     def send(self, requests: int, chance: random.Random) -> BurstResult:
         """So many requests at once, of random prompts; returns when all are answered."""
@@ -112,9 +111,18 @@ class Burst:
             for _ in range(requests)
         ]
         begun = time.monotonic()
-        answers = [self._threads.submit(self._queue.request, prompt) for prompt in prompts]
-        failures = [problem for answer in answers if (problem := _problem(answer)) is not None]
+        # New threads each time: hundreds that stay touch a little more of their stacks now and then, for hundreds of
+        # iterations, which looks like memory of this process that grows.
+        with ThreadPoolExecutor(requests, thread_name_prefix="soak-request") as threads:
+            together = threading.Barrier(requests)
+            answers = [threads.submit(self._request, together, prompt) for prompt in prompts]
+            failures = [problem for answer in answers if (problem := _problem(answer)) is not None]
         return BurstResult(requests, failures, time.monotonic() - begun)
+
+    def _request(self, together: threading.Barrier, prompt: list[int]) -> list[int]:
+        # Or the first would be answered while the last are still to come.
+        together.wait(_DEADLINE_S)
+        return self._queue.request(prompt)
 
     def __enter__(self) -> Burst:
         return self
@@ -122,7 +130,6 @@ class Burst:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._threads.shutdown()
         self._queue.close()
 
 

@@ -126,7 +126,7 @@ def finish(lines: Path, target: Path | None) -> dict[str, Any]:
 def bounds(device: str) -> dict[str, Bound]:
     """The bounds by the name of the figure; that of ``probe_s`` is a part of the median."""
     exact = device == "soft"
-    on_device = Bound(0 if exact else DEVICE_BOUND_BYTES, "bytes", both_ways=True)
+    on_device = Bound(0 if exact else DEVICE_BOUND_BYTES, "bytes", both_ways=True, exact=exact)
     return {
         "device_awake_bytes": on_device,
         "device_asleep_bytes": on_device,

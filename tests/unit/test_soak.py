@@ -34,6 +34,19 @@ def test_the_standard_error_is_the_textbooks() -> None:
     assert fit([1, 3, 2, 5, 3]) == pytest.approx((0.6, (5.2 / 3 / 10) ** 0.5))
 
 
+def test_points_that_resemble_each_other_widen_the_error() -> None:
+    step = [0.0] * 500 + [1000.0] * 500
+    found = fit(step)
+    middle = (len(step) - 1) / 2
+    left = [value - 500 - found.slope * (number - middle) for number, value in enumerate(step)]
+    plain = (sum(each**2 for each in left) / 998 / sum((number - middle) ** 2 for number in range(1000))) ** 0.5
+    assert found.standard_error > 10 * plain
+    # A leak of 100 bytes an iteration, seen in pages of 4 KiB, is still certain.
+    leak = fit([100 * number // 4096 * 4096 for number in range(1000)])
+    assert leak.slope == pytest.approx(100, rel=0.01)
+    assert leak.slope > 100 * leak.standard_error
+
+
 def test_a_slope_of_noise_is_mostly_within_its_error() -> None:
     chance = random.Random(0)
     fits = [fit([chance.gauss(0, 1) for _ in range(100)]) for _ in range(200)]
@@ -68,10 +81,11 @@ def test_a_fall_counts_only_where_it_should() -> None:
     assert not judge(rising(-50.0), BOUND._replace(both_ways=True)).ok
 
 
-def test_a_bound_of_zero_lets_nothing_pass() -> None:
-    exact = Bound(0, "bytes", both_ways=True)
+def test_what_is_exact_may_not_change_even_once() -> None:
+    exact = Bound(0, "bytes", both_ways=True, exact=True)
     assert judge([4096.0] * 100, exact).ok
-    assert not judge([4096.0] * 50 + [4097.0] * 50, exact).ok
+    assert not judge([4096.0] * 50 + [4097.0] + [4096.0] * 50, exact).ok
+    assert not judge([4096.0, 4097.0], exact).ok
 
 
 def test_a_short_series_is_not_judged() -> None:
@@ -82,7 +96,7 @@ def test_a_short_series_is_not_judged() -> None:
 
 
 def test_the_warm_up_is_a_part_of_a_short_run_and_no_more_than_it_takes() -> None:
-    assert [warm_up(count) for count in (0, 3, 4, 100, 200, 2000)] == [0, 0, 1, 25, 50, 50]
+    assert [warm_up(count) for count in (0, 3, 4, 100, 200, 2000)] == [0, 0, 1, 25, 50, 200]
 
 
 # ---------------------------------------------------------------------------------------------- the record
@@ -164,8 +178,6 @@ def test_a_run_that_was_killed_is_judged_without_its_cut_line(tmp_path: Path) ->
 )
 def test_one_thing_that_is_wrong_fails_the_run(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
     records = [iteration(number, **(changes if number == 90 else {})) for number in range(100)]
-    if "drifts" in problem:
-        records[90:] = [iteration(number, **changes) for number in range(90, 100)]
     result = finish(recorded(tmp_path / "soak.jsonl", records, 100), None)
     assert not result["ok"]
     assert len(result["problems"]) == 1
@@ -221,7 +233,7 @@ class Ranks:
             raise RuntimeError("not this one")
         answers = [{"tokens": [[prompt[0]] * new_tokens for prompt in prompts]} for _ in range(2)]
         if self.wrong:
-            answers[1] = {"tokens": [[0] * new_tokens for _ in prompts]}
+            answers[1] = {"tokens": [[-1] * new_tokens for _ in prompts]}
         return answers
 
 
