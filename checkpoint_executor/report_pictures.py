@@ -443,10 +443,10 @@ def comparison(runs: Sequence[Run]) -> bytes:
             if name == "sleep" and at in firsts:
                 first, mark = firsts[at], {"color": _SLEEP, "markerfacecolor": _PAPER, "markersize": 5.0}
                 left.plot(min(first, edge * 1.08), y, "D" if first <= edge else ">", **mark)
-                if first > edge:
-                    place = edge * 1.08, y
+                if first > edge or first - end > 0.15 * edge:
                     text = f"the first: {_seconds(first)}"
                     style: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": 8, "color": _SLEEP}
+                    place = min(first, edge * 1.08), y
                     left.annotate(text, place, (-6, 0), textcoords="offset points", **style)
                 else:
                     end = max(end, first)  # the text goes beyond the mark
