@@ -1,4 +1,4 @@
-"""How the ranks of one host find each other and agree without CUDA: bytes and file descriptors over unix sockets.
+"""How the ranks of one host agree without CUDA: bytes and file descriptors over unix sockets, in lock step.
 
 Knows sockets. Does not know what is agreed: NCCL's unique id goes through here, and so do the handles of workspaces, at
 times when no collective may run because the communicator is suspended.
@@ -13,6 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from checkpoint_executor.workers.rendezvous import meet
 
 __all__ = ["HostGroup", "Part"]
 
@@ -39,6 +41,7 @@ class HostGroup:
 
     Raises:
         TimeoutError: a rank did not come. ValueError: a rank of another group came, or one came twice.
+        ConnectionError: a rank came and died.
 
     After an error the sockets are closed, which is how the other ranks learn of it.
     """
@@ -49,21 +52,10 @@ class HostGroup:
         self._timeout_s = timeout_s
         #: On rank 0 the peers by rank, elsewhere rank 0.
         self._peers: dict[int, socket.socket] = {}
-        if world_size == 1:
-            return
-        # A unix socket's path is limited to 108 bytes; this way only its last part counts.
-        directory = os.open(rendezvous, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        path = f"/proc/self/fd/{directory}/{_SOCKET_NAME}"
-        try:
-            if rank == 0:
-                self._listen(path)
-            else:
-                self._peers[0] = self._connect(path)
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            os.close(directory)
+        if world_size > 1:
+            self._peers = meet(rank, world_size, rendezvous, _SOCKET_NAME, socket.SOCK_SEQPACKET, timeout_s)
+            for connection in self._peers.values():
+                connection.settimeout(timeout_s)
 
     def exchange(self, operation: str, data: bytes = b"", descriptors: Sequence[int] = ()) -> list[Part]:
         """Everybody's part, in rank order. Returns when all ranks are in it; descriptors arrive duplicated.
@@ -162,53 +154,3 @@ class HostGroup:
             return self._peers[peer]
         except KeyError:
             raise ConnectionError(f"{operation}: the group was closed, or lost a rank earlier") from None
-
-    def _listen(self, path: str) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        try:
-            os.unlink(path)  # left by a run that was killed here
-        except FileNotFoundError:
-            pass
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(path)
-            listener.listen(self.world_size)
-            try:
-                while len(self._peers) < self.world_size - 1:
-                    self._accept(listener, deadline)
-            finally:
-                os.unlink(path)
-
-    def _accept(self, listener: socket.socket, deadline: float) -> None:
-        try:
-            listener.settimeout(max(deadline - time.monotonic(), 0.001))
-            connection, _ = listener.accept()
-            connection.settimeout(max(deadline - time.monotonic(), 0.001))
-            hello = connection.recv(_MAX_BYTES).split()
-        except TimeoutError:
-            missing = sorted(set(range(1, self.world_size)) - set(self._peers))
-            raise TimeoutError(f"ranks {missing} did not come to the rendezvous in time") from None
-        rank, world_size = (int(number) for number in hello) if len(hello) == 2 else (-1, -1)
-        if world_size != self.world_size or not 0 < rank < world_size or rank in self._peers:
-            connection.close()
-            raise ValueError(f"rank {rank} of {world_size} came to a rendezvous of {self.world_size} ranks")
-        connection.settimeout(self._timeout_s)
-        self._peers[rank] = connection
-
-    def _connect(self, path: str) -> socket.socket:
-        deadline = time.monotonic() + self._timeout_s
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.settimeout(self._timeout_s)
-        while True:
-            try:
-                connection.connect(path)
-                connection.send(f"{self.rank} {self.world_size}".encode())
-                return connection
-            except (FileNotFoundError, ConnectionRefusedError) as error:
-                # Rank 0 is not there yet, or is between bind and listen.
-                if time.monotonic() > deadline:
-                    connection.close()
-                    raise TimeoutError(f"rank {self.rank}: rank 0 did not open the rendezvous in time") from error
-                time.sleep(0.01)
-            except BaseException:
-                connection.close()
-                raise

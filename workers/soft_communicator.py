@@ -1,6 +1,6 @@
 """Collectives among the ranks of software devices, over peer memory or over sockets.
 
-Knows how ranks find each other, how bytes travel, and how the communicator gives up its device memory. Knows nothing of
+Knows how bytes travel between the ranks, and how the communicator gives up its device memory. Knows nothing of
 the driver's checkpoint, nor of the order in which it comes. torch is imported only by the collectives on tensors.
 
 Two modes, for the two ways in which NCCL is used here:
@@ -15,16 +15,15 @@ Sums are taken in rank order on every rank, so that all ranks hold the same bits
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import struct
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoint_executor.softgpu import ImportedSegment, SoftProcess
+from checkpoint_executor.workers.rendezvous import meet
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +34,6 @@ MODES = ("suspend", "socket")
 
 _STAGING_BYTES = 1 << 20
 _SOCKET_NAME = "communicator.sock"
-_HELLO = struct.Struct("!II")  # rank, world size
 _HEADER = struct.Struct("!HQ")  # bytes of the operation's name, bytes of the payload
 _LENGTH = struct.Struct("!Q")
 _MISMATCH = "mismatch: "
@@ -57,21 +55,7 @@ class _Star:
         self._rank = rank
         self._world_size = world_size
         #: On rank 0 the peers by rank, elsewhere rank 0.
-        self._sockets: dict[int, socket.socket] = {}
-        deadline = time.monotonic() + timeout_s
-        # A unix socket's path is limited to 108 bytes; this way only its last part counts.
-        directory = os.open(rendezvous, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            path = f"/proc/self/fd/{directory}/{_SOCKET_NAME}"
-            if rank == 0:
-                self._listen(path, deadline)
-            else:
-                self._sockets[0] = self._connect(path, deadline)
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            os.close(directory)
+        self._sockets = meet(rank, world_size, rendezvous, _SOCKET_NAME, socket.SOCK_STREAM, timeout_s)
 
     def exchange(self, operation: str, payload: bytes | memoryview = b"") -> list[bytearray]:
         """Give every rank everybody's payload, in rank order. Returns when all ranks are in it.
@@ -172,62 +156,6 @@ class _Star:
                 raise ConnectionError(f"{operation}: rank {peer} is gone{other}")
             view = view[received:]
         return data
-
-    # Rendezvous
-
-    def _listen(self, path: str, deadline: float) -> None:
-        try:
-            os.unlink(path)  # left by a run that was killed here
-        except FileNotFoundError:
-            pass
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(path)
-            listener.listen(self._world_size)
-            try:
-                while len(self._sockets) < self._world_size - 1:
-                    self._accept(listener, deadline)
-            finally:
-                os.unlink(path)
-
-    def _accept(self, listener: socket.socket, deadline: float) -> None:
-        try:
-            listener.settimeout(max(deadline - time.monotonic(), 0.001))
-            connection, _ = listener.accept()
-            connection.settimeout(max(deadline - time.monotonic(), 0.001))
-        except TimeoutError:
-            missing = sorted(set(range(1, self._world_size)) - set(self._sockets))
-            raise TimeoutError(f"ranks {missing} did not come to the rendezvous in time") from None
-        try:
-            # Which rank it is we are about to hear; the next one that is missing is as good a name as any.
-            caller = min(set(range(1, self._world_size)) - set(self._sockets))
-            rank, world_size = _HELLO.unpack(self._receive_exactly(connection, caller, "rendezvous", _HELLO.size))
-            if world_size != self._world_size or not 0 < rank < world_size or rank in self._sockets:
-                raise ValueError(f"rank {rank} of {world_size} came to a rendezvous of {self._world_size} ranks")
-            connection.settimeout(None)
-        except BaseException:
-            connection.close()
-            raise
-        self._sockets[rank] = connection
-
-    def _connect(self, path: str, deadline: float) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        pause_s = 0.001
-        while True:
-            try:
-                connection.connect(path)
-                connection.sendall(_HELLO.pack(self._rank, self._world_size))
-                return connection
-            except (FileNotFoundError, ConnectionRefusedError) as error:
-                # Rank 0 is not there yet, or is between bind and listen.
-                remaining_s = deadline - time.monotonic()
-                if remaining_s <= 0:
-                    connection.close()
-                    raise TimeoutError(f"rank {self._rank}: rank 0 did not open the rendezvous in time") from error
-                time.sleep(min(pause_s, remaining_s))
-                pause_s = min(2 * pause_s, 0.05)
-            except BaseException:
-                connection.close()
-                raise
 
 
 # ------------------------------------------------------------------------------------------------
