@@ -115,7 +115,7 @@ class Soak:
             Burst(Queue(self._decoder(executor), max(BATCH_SIZES)), VOCABULARY) as burst,
             self._progress() as tell,
         ):
-            reference = self._probe(executor)
+            reference, _ = self._probe(executor)
             distinct = int(reference[0]["distinct_tokens"])
             if distinct < MIN_DISTINCT_TOKENS:
                 raise SystemExit(f"the probe decodes only {distinct} distinct tokens, so that equal ones prove little")
@@ -142,9 +142,10 @@ class Soak:
         return lambda prompts, new_tokens: executor.collective_rpc("decode", args=(prompts, new_tokens))
 
     @staticmethod
-    def _probe(executor: CUDACheckpointExecutor) -> list[dict[str, Any]]:
-        """What every rank decodes: its tokens, and a hash of the bits of all logits."""
-        return executor.collective_rpc("decode", args=(PROBE, PROBE_TOKENS))
+    def _probe(executor: CUDACheckpointExecutor) -> tuple[list[dict[str, Any]], float]:
+        """What every rank decodes, its tokens and a hash of the bits of all logits; and the CPU seconds of all."""
+        answers = executor.collective_rpc(timed_decode, args=(PROBE, PROBE_TOKENS))
+        return [answer for answer, _ in answers], sum(cpu_s for _, cpu_s in answers)
 
     # -- an iteration ----------------------------------------------------------------------------
 
@@ -181,8 +182,9 @@ class Soak:
             wakes = [[WEIGHTS], [KV_CACHE]] if record["wake"] == "by_tag" else [None]
             record["wake_s"] = round(sum(executor.wake_up(tags, wait_for_memory_s=ROOM_S).wall_s for tags in wakes), 6)
             begun = time.monotonic()
-            probed = self._probe(executor)
+            probed, cpu_s = self._probe(executor)
             record["probe_s"] = round(time.monotonic() - begun, 6)
+            record["probe_cpu_s"] = round(cpu_s, 6)
             record["identical"] = probed == reference
             record["rss_bytes"], record["open_files"] = held(executor)
         except (CheckpointExecutorError, RuntimeError, OSError) as error:
@@ -247,6 +249,13 @@ def held(executor: CUDACheckpointExecutor) -> tuple[dict[str, int], dict[str, in
     return memory, {name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in pids.items()}
 
 
+def timed_decode(worker: Any, prompts: list[list[int]], new_tokens: int) -> tuple[dict[str, Any], float]:
+    """Decode in the worker; the answer, and the CPU time of its process, seconds."""
+    begun = time.process_time()
+    answer: dict[str, Any] = worker.decode(prompts, new_tokens)
+    return answer, time.process_time() - begun
+
+
 # ------------------------------------------------------------------------------------------------
 # Command line
 # ------------------------------------------------------------------------------------------------
@@ -274,11 +283,10 @@ def show(result: dict[str, Any], console: Console) -> None:
     )
     for name, slope in result["slopes"].items():
         verdict = "ok" if slope["ok"] else "DRIFTS"
-        if not slope["judged"]:
-            verdict = "too few iterations to judge"
+        verdict = f"{verdict} (let pass: {slope['bound']:.4g})" if slope["judged"] else "not judged"
         console.print(
-            f"  {name}: {slope['per_100']:+.4g} ± {slope['standard_error']:.2g} {slope['unit']} in 100 iterations "
-            f"(let pass: {slope['bound']:.4g}): {verdict}",
+            f"  {name}: {slope['per_100']:+.4g} ± {slope['standard_error']:.2g} {slope['unit']} in 100 iterations: "
+            f"{verdict}",
             highlight=False,
         )
     for problem in result["problems"]:

@@ -113,6 +113,7 @@ def iteration(number: int, **changes: Any) -> dict[str, Any]:
         "burst_failed": 0,
         "identical": True,
         "probe_s": 0.1,
+        "probe_cpu_s": 0.02,
         "device_awake_bytes": [1000],
         "device_asleep_bytes": [0],
         "rss_bytes": {"parent": 1 << 30},
@@ -141,6 +142,7 @@ def test_a_run_in_which_nothing_happened_is_ok(tmp_path: Path) -> None:
         "device_asleep_bytes rank 0",
         "rss_bytes parent",
         "open_files parent",
+        "probe_cpu_s",
         "probe_s",
     }
     assert json.loads((tmp_path / "soak.json").read_text()) == result
@@ -204,6 +206,24 @@ def test_memory_may_grow_by_its_bound_and_by_no_more(tmp_path: Path) -> None:
 def test_a_gpu_may_move_by_a_page_and_the_software_device_not_at_all() -> None:
     assert bounds("soft")["device_asleep_bytes"].per_100 == 0
     assert bounds("cuda")["device_asleep_bytes"].per_100 == 4 << 20
+
+
+@pytest.mark.parametrize(("device", "figure"), [("soft", "probe_cpu_s"), ("cuda", "probe_s")])
+def test_a_probe_may_not_become_half_as_slow_again(tmp_path: Path, device: str, figure: str) -> None:
+    for factor, ok in ((1.4, True), (3.0, False)):
+        slower = [iteration(number, **{figure: 1.0 + (factor - 1) * number / 100}) for number in range(100)]
+        result = finish(recorded(tmp_path / "soak.jsonl", slower, 100, device), None)
+        assert result["slopes"][figure]["judged"]
+        assert result["ok"] is ok
+
+
+def test_other_work_on_the_host_does_not_fail_a_software_device(tmp_path: Path) -> None:
+    busy = [iteration(number, probe_s=0.1 if number < 50 else 1.0) for number in range(100)]
+    result = finish(recorded(tmp_path / "soak.jsonl", busy, 100), None)
+    assert result["ok"]
+    waited = result["slopes"]["probe_s"]
+    assert waited["per_100"] > waited["bound"] > 0
+    assert (waited["judged"], waited["ok"]) == (False, True)
 
 
 def test_other_files_are_not_taken_for_a_soak(tmp_path: Path) -> None:
