@@ -25,9 +25,13 @@ class BallastWorker(Worker):
 
     Args:
         context: place and device. weights_bytes, kv_bytes: device memory by tag. graphs: how many to capture.
+        weights_tag: ``"kv_cache"`` if only the driver shall ever move the weights: then no host memory is kept for
+            them, which would be pinned, and slow the driver down.
     """
 
-    def __init__(self, context: WorkerContext, weights_bytes: int, kv_bytes: int, graphs: int) -> None:
+    def __init__(
+        self, context: WorkerContext, weights_bytes: int, kv_bytes: int, graphs: int, weights_tag: str = "weights"
+    ) -> None:
         super().__init__(context)
         import torch
 
@@ -36,7 +40,7 @@ class BallastWorker(Worker):
         sizes = [BLOCK_BYTES] * (weights_bytes // BLOCK_BYTES)
         if weights_bytes % BLOCK_BYTES:
             sizes.append(weights_bytes % BLOCK_BYTES)
-        self.blocks = [allocator.empty((size // 2,), torch.bfloat16, "weights") for size in sizes]
+        self.blocks = [allocator.empty((size // 2,), torch.bfloat16, weights_tag) for size in sizes]
         for index, block in enumerate(self.blocks):
             generator = torch.Generator(device=context.device).manual_seed(1000 * context.rank + index)
             block.normal_(0, 0.02, generator=generator)
@@ -45,7 +49,7 @@ class BallastWorker(Worker):
         # One square matrix for each layer, cut from the weights, so that a replay reads what slept.
         flat = self.blocks[0]
         self.layers = [flat[i * width * width : (i + 1) * width * width].view(width, width) for i in range(8)]
-        self.x = allocator.empty((graphs, width), torch.bfloat16, "weights")
+        self.x = allocator.empty((graphs, width), torch.bfloat16, weights_tag)
         self.x.copy_(torch.linspace(-1, 1, graphs * width).view(graphs, width))
         self.graphs = [context.capture(self._forward(rows)) for rows in range(1, graphs + 1)]
 
