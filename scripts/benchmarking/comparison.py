@@ -15,6 +15,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from checkpoint_executor.recorded import size_text
 from scripts.benchmarking.arms import Arm, Spec, Summary, order, plan, summarise
 from scripts.benchmarking.ballast import GIB, MIB
 from scripts.benchmarking.launches import Launch
@@ -233,7 +234,8 @@ def notes(document: Mapping[str, Any]) -> Iterator[str]:
 
 def _title(document: Mapping[str, Any]) -> str:
     what = f"vLLM {document['model']}" if document["front_door"] == "vllm" else "own workers"
-    size = "" if document["weights_gib"] is None else f", {document['weights_gib']:.3g} GiB of weights a rank"
+    gib = document["weights_gib"]
+    size = "" if gib is None else f", {size_text(gib * GIB)} of weights a rank"
     device = "software device" if document["device"] == "soft" else "GPU"
     return f"{device}, {what}, TP={document['tensor_parallel_size']}{size}: median (range) over all cycles"
 
