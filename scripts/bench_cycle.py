@@ -172,8 +172,8 @@ def _settle(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
             parser.error("vLLM's arms need a GPU")
         if options.communication or options.gib or options.graphs or options.keep_weights:
             parser.error("--communication, --gib, --graphs and --keep-weights are of our own workers")
-    if compares and options.front_door != "vllm" and (options.together or options.model):
-        parser.error("--together and --model are of vLLM's arms")
+    if compares and options.front_door != "vllm" and options.model:
+        parser.error("--model is of vLLM's arms")
     for name, default in (_ARMS_DEFAULTS if compares else _OWN_DEFAULTS).items():
         if vars(options)[name] is None:
             setattr(options, name, default)

@@ -15,6 +15,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from checkpoint_executor.errors import CheckpointExecutorError
 from checkpoint_executor.recorded import size_text
 from scripts.benchmarking.arms import Arm, Spec, Summary, order, plan, summarise
 from scripts.benchmarking.ballast import GIB, MIB
@@ -43,7 +44,8 @@ def run(options: argparse.Namespace) -> int:
     journal = Journal(options.out, _header(options, kind, weights, kv, arms))
     folder = options.out.resolve().with_name(f"{options.out.stem}-logs")
     folder.mkdir(parents=True, exist_ok=True)
-    with devices_of_its_own(kind, 256 * MIB + 2 * (weights + kv)) as devices:
+    at_once = len(arms) if options.together else 1
+    with devices_of_its_own(kind, 256 * MIB + (1 + at_once) * (weights + kv)) as devices:
         common = Spec(
             front_door=options.front_door,
             arm="",
@@ -142,7 +144,12 @@ def _wave(wave: Sequence[Arm], number: int, common: Spec, journal: Journal) -> N
             spec = msgspec.structs.replace(common, arm=arm.name, communication=arm.communication)
             record = journal.launch(number=number, communication=arm.communication, empty_bytes=before)
             log = Path(common.folder) / f"{arm.name}-{number}.log"
-            running.append(Launch(spec, record, journal.write, _environment(spec), log))
+            try:
+                running.append(Launch(spec, record, journal.write, _environment(spec), log))
+            except (CheckpointExecutorError, OSError) as error:
+                # No process could be made, say: the others may fare better.
+                record |= {"how": "not started", "error": f"{type(error).__name__}: {error}"}
+                journal.write()
         for launch in running:
             launch.wait_up()
         while running:

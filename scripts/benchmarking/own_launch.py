@@ -29,8 +29,6 @@ Rates = dict[str, list[float]]
 
 def run(spec: Spec, tell: Teller) -> None:
     """Start the workers, run the cycles, end the workers. Raises whatever went wrong; no worker is left then."""
-    empty = used_bytes(spec.device, spec.soft_root, spec.ranks)
-    tell(empty_bytes=empty)
     options: dict[str, Any] = {"device": spec.device, "communication": spec.communication}
     if spec.device == "soft":
         options |= {"soft_root": spec.soft_root, "soft_capacity_bytes": spec.soft_capacity_bytes}

@@ -53,7 +53,6 @@ def environment(spec: Spec) -> dict[str, str]:
 
 def run(spec: Spec, tell: Teller) -> None:
     """Start the engine, run the cycles. Raises whatever went wrong; the engine is left to the parent to end."""
-    tell(empty_bytes=used_bytes(spec.device, spec.soft_root, spec.ranks))
     engine = gpu_vllm.Engine(part_of(spec), tell, wait_turn=tell.wait_turn, **engine_options(spec))
     engine.llm.collective_rpc(gpu_vllm.enlarge_embeddings)
     tell(plain_copy_gb_s=engine.llm.collective_rpc(plain_copy))
