@@ -113,7 +113,12 @@ class AttributedCycle(Struct, frozen=True):
 
 
 class Way(Struct, frozen=True):
-    """One way to sleep, of several that were compared in one process."""
+    """One way to sleep, of several that were compared. Medians where it was tried more than once.
+
+    Attributes:
+        left_above_empty_bytes: on the device that kept most. rss_before_bytes, rss_asleep_bytes: of one worker.
+        down_range_s, up_range_s: the least and the most; empty for a single try.
+    """
 
     way: str
     down_s: float
@@ -122,6 +127,8 @@ class Way(Struct, frozen=True):
     rss_before_bytes: int
     rss_asleep_bytes: int
     identical: bool
+    down_range_s: tuple[float, ...] = ()
+    up_range_s: tuple[float, ...] = ()
 
 
 class Iteration(Struct, frozen=True):
@@ -350,6 +357,55 @@ class _Ways(Struct):
     host: dict[str, Any] = {}
 
 
+class _Arm(Struct):
+    """One of those that ``bench_cycle.py`` was asked for."""
+
+    name: str
+    note: str = ""
+    refused: str = ""
+
+
+class _ArmCycle(Struct):
+    down_s: float
+    up_s: float
+    used_asleep_bytes: tuple[int, ...]
+    rss_before_bytes: tuple[int, ...]
+    rss_asleep_bytes: tuple[int, ...]
+    identical: bool
+    weights_changed: bool = False
+    #: By rank; empty where nothing was copied.
+    copy_down_gb_s: tuple[float, ...] = ()
+    copy_up_gb_s: tuple[float, ...] = ()
+
+
+class _Launch(Struct):
+    arm: str
+    number: int
+    cycles: tuple[_ArmCycle, ...] = ()
+    completed: bool = False
+    #: What the devices held before its start, and after its end; the latter counts if others ran beside it.
+    empty_bytes: tuple[int, ...] = ()
+    after_bytes: tuple[int, ...] = ()
+    together: bool = False
+    plain_copy_gb_s: tuple[dict[str, float], ...] = ()
+    how: str = ""
+    error: str = ""
+    left_processes: tuple[int, ...] = ()
+
+
+class _Arms(Struct):
+    device: str
+    front_door: str
+    tensor_parallel_size: int
+    arms: tuple[_Arm, ...]
+    launches: tuple[_Launch, ...]
+    model: str = ""
+    weights_gib: float | None = None
+    command: list[str] = []
+    when: str = ""
+    host: dict[str, Any] = {}
+
+
 class _LogEntry(Struct):
     """One line of ``CHECKPOINT_EXECUTOR_LOG``."""
 
@@ -558,6 +614,101 @@ def _ways(source: str, ways: _Ways) -> Run:
         evidence=(("bits of every graph's output", _count(way.identical for way in ways.runs)),),
         remarks=("host memory is the resident memory of the one worker, the arena of its weights included",),
     )
+
+
+def _arms(source: str, found: _Arms) -> Run:
+    what = f"vLLM {found.model}" if found.front_door == "vllm" else "own workers"
+    gib = found.weights_gib
+    size = f", {size_text(gib * (1 << 30))} of weights a rank" if gib is not None else ""
+    cycles = [cycle for launch in found.launches for cycle in launch.cycles]
+    ended = [launch for launch in found.launches if launch.completed and not launch.left_processes]
+    same = all(cycle.identical for cycle in cycles)
+    # A launch says last how it ended.
+    finished = bool(found.launches) and all(launch.how for launch in found.launches)
+    good = False if not same else len(ended) == len(found.launches) if finished else None
+    verdict = {True: "identical", None: "not finished", False: "a launch failed" if same else "NOT identical"}[good]
+    compared = (
+        "tokens, logprobs and weights" if found.front_door == "vllm" else "bits of every graph and block of weights"
+    )
+    evidence = [(compared, _count(cycle.identical for cycle in cycles))]
+    evidence.append(("launches that came to their end", f"{len(ended)} of {len(found.launches)}"))
+    remarks = ["medians and ranges are over all cycles of all launches, the first ones included"]
+    for arm in found.arms:
+        if arm.refused or arm.note:
+            remarks.append(f"{arm.name}{' was refused' if arm.refused else ''}: {arm.refused or arm.note}")
+        if copies := _copies([launch for launch in found.launches if launch.arm == arm.name]):
+            evidence.append((f"copies of {arm.name}, down / up, medians", copies))
+    for launch in found.launches:
+        where = f"{launch.arm}, launch {launch.number}"
+        if not launch.completed:
+            remarks.append(f"{where}: {': '.join(filter(None, (launch.how or 'it did not end', launch.error)))}")
+        if launch.left_processes:
+            remarks.append(f"{where}: processes were left: {', '.join(map(str, launch.left_processes))}")
+    if cycles and found.front_door != "vllm":
+        changed = all(cycle.weights_changed for cycle in cycles)
+        remarks.append(f"the weights were {'changed' if changed else 'not always changed'} before a sleep")
+    return Run(
+        source,
+        "arms",
+        f"Arms, {what}, TP={found.tensor_parallel_size}{size}, {_device(found.device)}",
+        found.tensor_parallel_size,
+        command=_command(found.command),
+        when=found.when,
+        device=_device(found.device),
+        machine=_host(found.host),
+        verdict=verdict,
+        good=good,
+        ways=tuple(way for arm in found.arms if (way := _way(arm.name, found.launches)) is not None),
+        evidence=tuple(evidence),
+        remarks=tuple(remarks),
+    )
+
+
+def _way(arm: str, launches: Sequence[_Launch]) -> Way | None:
+    """An arm over all its launches; None if it has no cycle."""
+    pairs = [(launch, cycle) for launch in launches if launch.arm == arm for cycle in launch.cycles]
+    if not pairs:
+        return None
+    downs, ups = [cycle.down_s for _, cycle in pairs], [cycle.up_s for _, cycle in pairs]
+    left = [
+        size
+        for launch, cycle in pairs
+        for size in _above(
+            cycle.used_asleep_bytes, (launch.after_bytes if launch.together else ()) or launch.empty_bytes
+        )
+    ]
+    return Way(
+        arm,
+        statistics.median(downs),
+        statistics.median(ups),
+        max(left, default=0),
+        _median_bytes(size for _, cycle in pairs for size in cycle.rss_before_bytes),
+        _median_bytes(size for _, cycle in pairs for size in cycle.rss_asleep_bytes),
+        all(cycle.identical for _, cycle in pairs),
+        (min(downs), max(downs)),
+        (min(ups), max(ups)),
+    )
+
+
+def _copies(launches: Sequence[_Launch]) -> str:
+    """Rates of the copies both ways, and beside them what they are of plain copies in the same process."""
+    texts = []
+    for name, plain in (("copy_down_gb_s", "d2h"), ("copy_up_gb_s", "h2d")):
+        rates: list[float] = []
+        shares: list[float] = []
+        for launch in launches:
+            limits = [rank.get(plain, 0.0) for rank in launch.plain_copy_gb_s]
+            for found in (getattr(cycle, name) for cycle in launch.cycles):
+                rates += found
+                if len(found) == len(limits):
+                    shares += [rate / limit for rate, limit in zip(found, limits, strict=True) if limit]
+        of = f" ({statistics.median(shares):.0%} of a plain copy)" if shares else ""
+        texts.append(f"{statistics.median(rates):.2f} GB/s{of}" if rates else "-")
+    return " / ".join(texts) if texts != ["-", "-"] else ""
+
+
+def _median_bytes(sizes: Iterable[int]) -> int:
+    return int(statistics.median(found)) if (found := list(sizes)) else 0
 
 
 def _part(source: str, part: _Part) -> Run:
@@ -901,6 +1052,7 @@ def _is_log(document: Any) -> bool:
 _FORMATS = (
     _Format("an attribution", _is("attribution"), _Attribution, _attribution),
     _Format("a soak's JSON", _is("soak"), _Soak, _soak),
+    _Format("the arms of scripts/bench_cycle.py", _is("arms"), _Arms, _arms),
     _Format("the JSON of `checkpoint-executor demo --json`", _has("device_note", "cycles"), _Demo, _demo),
     _Format("a table of scripts/bench_gpu.py", _has("weights_gib", "communication", "ranks"), _Table, _table),
     _Format("the ways.json of scripts/bench_gpu.py", _has("weights_gib", "runs"), _Ways, _ways),

@@ -28,8 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Turn recorded runs into a page (report.html, pictures inside, no network) and PNGs: GPU memory by step, "
         "stages by rank, seconds by cycle, drift. A file is told by its content: the JSON of demo --json, of "
-        "bench_gpu.py, of gpu_vllm.py, of an attribution or a soak, or a CHECKPOINT_EXECUTOR_LOG. Exit status: 0 "
-        "written, 1 it could not be written, 2 a file is no recorded run, or matplotlib is missing."
+        "bench_gpu.py, of bench_cycle.py --arms, of gpu_vllm.py, of an attribution or a soak, or a "
+        "CHECKPOINT_EXECUTOR_LOG. Exit status: 0 written, 1 it could not be written, 2 a file is no recorded run, or "
+        "matplotlib is missing."
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a recorded run")
     parser.add_argument(

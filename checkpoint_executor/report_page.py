@@ -153,8 +153,8 @@ def _ways(run: Run) -> str:
     rows: list[Sequence[Cell]] = [
         [
             way.way,
-            f"{way.down_s:.3f}",
-            f"{way.up_s:.3f}",
+            _ranged(way.down_s, way.down_range_s),
+            _ranged(way.up_s, way.up_range_s),
             size_text(way.left_above_empty_bytes),
             size_text(way.rss_asleep_bytes - way.rss_before_bytes),
             size_text(way.rss_asleep_bytes),
@@ -164,6 +164,11 @@ def _ways(run: Run) -> str:
     ]
     head = ["way", "down, s", "up, s", "left on the device", "host memory taken", "host memory asleep", "compared"]
     return f"<h3>Ways</h3>\n{_table(head, rows, 'numbers')}"
+
+
+def _ranged(median_s: float, range_s: Sequence[float]) -> str:
+    least_and_most = f" ({range_s[0]:.3f} to {range_s[-1]:.3f})" if range_s else ""
+    return f"{median_s:.3f}{least_and_most}"
 
 
 def _attribution(run: Run, at: int) -> str:

@@ -475,7 +475,8 @@ def comparison(runs: Sequence[Run]) -> bytes:
 
 @_styled
 def ways(run: Run) -> bytes:
-    """The ways to sleep of one run: seconds down and up, what is left on the device, and host memory taken.
+    """The ways to sleep of one run: seconds down and up, what is left on the device, and host memory: what a sleep
+    took of it, or, of arms, all that a worker has asleep, because their processes hold different amounts awake.
 
     Raises:
         ValueError: the run compared no ways.
@@ -486,19 +487,24 @@ def ways(run: Run) -> bytes:
     axes = figure.subplots(1, 3, sharey=True, gridspec_kw={"width_ratios": (1.7, 1, 1)})
     figure.suptitle(_heading(run, run.name), **_TITLE)
     rows = range(len(run.ways))
-    for offset, name, colour, values in (
-        (-0.19, "down", _SLEEP, [way.down_s for way in run.ways]),
-        (0.19, "up", _WAKE, [way.up_s for way in run.ways]),
+    for offset, name, colour, values, ranges in (
+        (-0.19, "down", _SLEEP, [way.down_s for way in run.ways], [way.down_range_s for way in run.ways]),
+        (0.19, "up", _WAKE, [way.up_s for way in run.ways], [way.up_range_s for way in run.ways]),
     ):
-        bars = axes[0].barh([row + offset for row in rows], values, 0.36, color=colour, label=name)
+        bars = axes[0].barh(
+            [row + offset for row in rows], values, 0.36, color=colour, label=name, **_whiskers(values, ranges)
+        )
         axes[0].bar_label(bars, [_seconds(value) for value in values], padding=3, fontsize=8, color=_INK)
+    arms = run.kind == "arms"
+    host = [way.rss_asleep_bytes - (0 if arms else way.rss_before_bytes) for way in run.ways]
     for ax, scale, written, sizes in (
         (axes[1], 1 << 20, _mib, [way.left_above_empty_bytes for way in run.ways]),
-        (axes[2], 1 << 30, size_text, [way.rss_asleep_bytes - way.rss_before_bytes for way in run.ways]),
+        (axes[2], 1 << 30, size_text, host),
     ):
         bars = ax.barh(rows, [size / scale for size in sizes], 0.5, color=_FAINT)
         ax.bar_label(bars, [written(size) for size in sizes], padding=3, fontsize=8, color=_INK)
-    titles = ("seconds", "left on the device, MiB", "host memory taken by it, GiB")
+    memory = "host memory of a worker, GiB" if arms else "host memory taken by it, GiB"
+    titles = ("seconds", "left on the device, MiB", memory)
     for ax, title in zip(axes, titles, strict=True):
         ax.set_title(title, **_SUBTITLE)
         ax.margins(x=0.28 if ax is not axes[0] else 0.14)
@@ -508,6 +514,15 @@ def ways(run: Run) -> bytes:
     axes[0].set_ylim(len(run.ways) - 0.5, -0.5)
     figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize=9)
     return _png(figure)
+
+
+def _whiskers(values: Sequence[float], ranges: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Arguments of bars whose ranges are drawn too, if they have any."""
+    if not any(ranges):
+        return {}
+    low = [max(value - found[0], 0.0) if found else 0.0 for value, found in zip(values, ranges, strict=True)]
+    high = [max(found[-1] - value, 0.0) if found else 0.0 for value, found in zip(values, ranges, strict=True)]
+    return {"xerr": (low, high), "error_kw": {"ecolor": _INK, "elinewidth": 0.9, "capsize": 2.5}}
 
 
 # -- drift ---------------------------------------------------------------------------------------
@@ -644,6 +659,11 @@ _CAPTIONS = {
     ),
     "cycles": "Whole calls as the caller sees them. A hollow square is a wake that brought tags back one by one.",
     "ways": "One process, one after another. Host memory is the growth of the worker's resident memory by the sleep.",
+    "arms": (
+        "Bars are medians over all cycles of all launches, lines go from the least to the most; what is left is the "
+        "most that any cycle and device kept. Each launch is a process of its own, and the arms took turns. Host "
+        "memory is all that a worker has resident while asleep, the backup of its weights included."
+    ),
     "drift": (
         "Memory is the change against the first iteration. Of many iterations, a line is the median of each stretch of "
         "them and its band goes from the least to the most. The grey part is the warm-up, which the fitted slopes in "
@@ -655,7 +675,8 @@ _PICTURES: tuple[tuple[str, str, Any, Any], ...] = (
     ("memory", "GPU memory by step", memory_by_step, lambda run: any(cycle.steps for cycle in run.attribution)),
     ("timeline", "Stages, one lane a rank", timeline, lambda run: any(map(_stages, run.cycles))),
     ("cycles", "Sleep and wake by cycle", cycle_times, lambda run: bool(run.cycles)),
-    ("ways", "Ways to sleep", ways, lambda run: bool(run.ways)),
+    ("ways", "Ways to sleep", ways, lambda run: bool(run.ways) and run.kind != "arms"),
+    ("arms", "Arms, compared", ways, lambda run: bool(run.ways) and run.kind == "arms"),
     ("drift", "Drift", drift, lambda run: bool(run.iterations)),
 )
 

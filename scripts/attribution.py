@@ -4,7 +4,7 @@
     scripts/attribution.py --device soft --tensor-parallel-size 2 --out attribution.json
     scripts/attribution.py --device cuda --tensor-parallel-size 2 --gib 8 --cycles 3 --out attribution.json
 
-Starts the example transformer, or with ``--gib`` the ballast worker of ``bench_gpu.py`` with so many GiB of weights on
+Starts the example transformer, or with ``--gib`` the ballast worker of the benchmarks with so many GiB of weights on
 each rank, runs cycles, prints the last one as a table and writes all of them to ``--out``. Bytes are above what the
 devices held before the start (``empty_bytes``). What nobody accounts for is shown as the remainder.
 """
@@ -61,7 +61,7 @@ def start(options: argparse.Namespace, given: dict[str, Any]) -> CUDACheckpointE
     given = {**given, "communication": options.communication, "attribution": True}
     if options.gib is None:
         return CUDACheckpointExecutor(EXAMPLE_WORKER, ranks, **given)
-    from scripts.bench_gpu import BallastWorker
+    from scripts.benchmarking.ballast import BallastWorker
 
     sizes = (int(options.gib * GIB), int(options.kv_gib * GIB), options.graphs)
     return CUDACheckpointExecutor(BallastWorker, ranks, worker_args=sizes, **given)

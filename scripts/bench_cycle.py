@@ -1,13 +1,23 @@
-"""What the executor itself costs: a worker that does nothing is put to sleep and woken, and each stage is timed.
-
-A stage's cost is its wall time in the parent less what its slowest rank reports for itself: sending, scheduling,
-receiving, deciding. Readings of the devices are stages too, and there the ranks are read one after another, so what
-the others wait for counts as cost.
+r"""What a cycle costs: the executor's own part of it, or, with ``--arms``, the ways to give memory back side by side.
 
     python scripts/bench_cycle.py --device soft --ranks 1,2,4,8,16,32 --cycles 100
 
-writes ``docs/measurements/<date>-<device>-executor-overhead.json`` and a table of the same in ``.md`` beside it
-(``--json FILE`` chooses another place), and prints the table. Run it on a quiet machine.
+**The executor's own part**: a worker that does nothing is put to sleep and woken, and each stage is timed. A stage's
+cost is its wall time in the parent less what its slowest rank reports for itself: sending, scheduling, receiving,
+deciding. Readings of the devices are stages too, and there the ranks are read one after another, so what the others
+wait for counts as cost. Writes ``docs/measurements/<date>-<device>-executor-overhead.json`` and a table of the same in
+``.md`` beside it (``--json FILE`` chooses another place), and prints the table. Run it on a quiet machine.
+
+    python scripts/bench_cycle.py --arms nothing,allocator,allocator+nccl,driver,all --device cuda \
+        --tensor-parallel-size 2 --launches 3 --cycles 4 --out arms-tp2.json
+    python scripts/bench_cycle.py --arms all,allocator --front-door vllm --model 0.6b --launches 2 --out arms-vllm.json
+
+**The arms**, over the ballast worker or vLLM (Qwen3's dimensions, dummy weights): ``nothing`` (no sleep at all),
+``allocator`` (its sleep alone; vLLM's own), ``allocator+nccl`` (and the communicators suspended), ``driver`` (its lock,
+checkpoint, restore and unlock alone, on every rank at once) and ``all`` (everything together, by the executor). Each
+launch is a process of its own with a limit of time, the arms take turns, and nothing of a launch is left when the next
+begins. What cannot work is not tried, and its row says why. ``--out`` is written as it goes, so that a kill loses
+nothing; the table comes last.
 """
 
 from __future__ import annotations
@@ -21,13 +31,19 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import msgspec
-from msgspec import Struct
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))  # a checkout needs no installation
 
-from checkpoint_executor import CUDACheckpointExecutor
-from checkpoint_executor.report import CycleReport
-from checkpoint_executor.workers import Worker
+import msgspec  # noqa: E402
+from msgspec import Struct  # noqa: E402
+
+from checkpoint_executor import CUDACheckpointExecutor  # noqa: E402
+from checkpoint_executor.executor import detect_device_kind  # noqa: E402
+from checkpoint_executor.report import CycleReport  # noqa: E402
+from checkpoint_executor.workers import Worker  # noqa: E402
+from scripts.benchmarking.arms import ARMS, FRONT_DOORS  # noqa: E402
 
 #: The aim, on a machine of two cores: ranks -> largest median cost of a stage, seconds.
 AIM_S = {8: 0.003, 32: 0.015}
@@ -81,14 +97,108 @@ class Result(Struct, frozen=True):
     results: tuple[RanksResult, ...]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Time the executor's own part of a sleep and wake cycle.")
-    parser.add_argument("--device", choices=("soft", "cuda"), default="soft")
-    parser.add_argument("--ranks", type=_numbers, default=(1, 2, 4, 8, 16, 32), help="e.g. 1,2,4,8")
-    parser.add_argument("--cycles", type=int, default=100, help="cycles for each number of ranks")
-    parser.add_argument("--starts", type=int, default=3, help="starts for each number of ranks")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write; the table goes beside it as .md")
-    args = parser.parse_args()
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options; those of the other purpose are refused. ``arms`` is None where the executor's own part is meant."""
+    description = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", choices=("auto", "soft", "cuda"), help="default: soft, and auto with --arms")
+    parser.add_argument("--cycles", type=int, help="for each number of ranks (100), or for each launch of an arm (4)")
+    parser.add_argument("--launch", nargs=3, help=argparse.SUPPRESS)
+    own = parser.add_argument_group("the executor's own part")
+    own.add_argument("--ranks", type=_numbers, help="default: 1,2,4,8,16,32")
+    own.add_argument("--starts", type=int, help="for each number of ranks (3)")
+    own.add_argument("--json", type=Path, metavar="FILE", help="where to write; the table goes beside it as .md")
+    arms = parser.add_argument_group("the arms")
+    arms.add_argument("--arms", type=_arms, help=f"some of {','.join(ARMS)}")
+    arms.add_argument("--front-door", choices=FRONT_DOORS, help="whose workers: our own (default), or vLLM's")
+    arms.add_argument("--out", type=Path, metavar="FILE", help="the JSON; logs go into a folder beside it")
+    arms.add_argument("--launches", type=int, help="of each arm (2)")
+    arms.add_argument("--tensor-parallel-size", type=int, help="ranks (1)")
+    arms.add_argument("--communication", choices=("suspend", "socket"), help="of our own workers (suspend)")
+    arms.add_argument("--gib", type=float, help="weights of a rank of our own worker (16; 1/16 on the software device)")
+    arms.add_argument("--kv-gib", type=float, help="KV cache of a rank (8; 1/32 on the software device)")
+    arms.add_argument("--graphs", type=int, help="of our own worker (16)")
+    arms.add_argument(
+        "--keep-weights",
+        action="store_const",
+        const=True,
+        help="let a sleep find its backup still right; by default every weight changes before each cycle",
+    )
+    arms.add_argument("--model", choices=("0.6b", "8b"), help="dimensions of vLLM's model (0.6b)")
+    arms.add_argument("--nccl", metavar="FILE", help="libnccl.so.2 of 2.29.7 or later, for several ranks")
+    arms.add_argument(
+        "--together",
+        action="store_const",
+        const=True,
+        help="start the arms of a round at once, beside each other, and measure one after another",
+    )
+    arms.add_argument("--limit-s", type=float, help="of a launch's start and turn (300)")
+    arms.add_argument("--budget", type=float, metavar="SECONDS", help="start no launch after so many")
+    options = parser.parse_args(argv)
+    if options.launch:
+        return options
+    _settle(parser, options)
+    return options
+
+
+#: Options of one purpose alone, with what they are if they are not given.
+_OWN_DEFAULTS: dict[str, Any] = {"ranks": (1, 2, 4, 8, 16, 32), "starts": 3, "json": None}
+_ARMS_DEFAULTS: dict[str, Any] = {
+    "front_door": "own",
+    "out": None,
+    "launches": 2,
+    "tensor_parallel_size": 1,
+    "communication": "suspend",
+    "gib": None,
+    "kv_gib": None,
+    "graphs": 16,
+    "keep_weights": False,
+    "model": "0.6b",
+    "nccl": None,
+    "together": False,
+    "limit_s": 300.0,
+    "budget": float("inf"),
+}
+
+
+def _settle(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Fill in the defaults of the purpose; a usage error ends the process."""
+    compares = options.arms is not None
+    if foreign := [name for name in (_OWN_DEFAULTS if compares else _ARMS_DEFAULTS) if vars(options)[name] is not None]:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
+        parser.error(f"{names} cannot be used {'with' if compares else 'without'} --arms")
+    if compares and options.front_door == "vllm":
+        if detect_device_kind() == "soft" or options.device == "soft":
+            parser.error("vLLM's arms need a GPU")
+        if options.communication or options.gib or options.graphs or options.keep_weights:
+            parser.error("--communication, --gib, --graphs and --keep-weights are of our own workers")
+    if compares and options.front_door != "vllm" and options.model:
+        parser.error("--model is of vLLM's arms")
+    for name, default in (_ARMS_DEFAULTS if compares else _OWN_DEFAULTS).items():
+        if vars(options)[name] is None:
+            setattr(options, name, default)
+    options.device = options.device or ("auto" if compares else "soft")
+    options.cycles = (4 if compares else 100) if options.cycles is None else options.cycles
+    if not compares and options.device == "auto":
+        parser.error("--device auto is of --arms: which device the executor's own part is on stands in its file's name")
+    if compares and options.out is None:
+        parser.error("--arms needs --out")
+    counts = ("cycles", "launches", "tensor_parallel_size", "graphs") if compares else ("cycles", "starts")
+    if min(vars(options)[name] for name in counts) < 1:
+        parser.error(f"{', '.join(counts)} must be at least 1")
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parse(argv)
+    if args.launch:
+        from scripts.benchmarking import launch
+
+        spec, descriptor, log = args.launch
+        launch.serve(spec, int(descriptor), log)
+    if args.arms is not None:
+        from scripts.benchmarking import comparison
+
+        return comparison.run(args)
 
     # Read first: the benchmark itself raises it.
     machine = describe_machine()
@@ -270,5 +380,12 @@ def _numbers(text: str) -> tuple[int, ...]:
     return numbers
 
 
+def _arms(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in ARMS]:
+        raise argparse.ArgumentTypeError(f"no arm {', '.join(map(repr, unknown))}; they are {', '.join(ARMS)}")
+    return tuple(dict.fromkeys(names))
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

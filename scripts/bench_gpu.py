@@ -12,11 +12,8 @@ before any sleep, after an allocator sleep alone, and after a whole cycle: what 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import importlib
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -27,138 +24,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from checkpoint_executor import CUDACheckpointExecutor, CycleReport
-from checkpoint_executor.workers import Worker, WorkerContext, execution
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))  # a checkout needs no installation
 
-GIB = 1 << 30
-MIB = 1 << 20
-BLOCK_BYTES = 512 * MIB
-
-
-class BallastWorker(Worker):
-    """Weights of a given size, a KV cache, and graphs that hold all-reduces: the shape of an engine without a model.
-
-    Args:
-        context: place and device. weights_bytes, kv_bytes: device memory by tag. graphs: how many to capture.
-    """
-
-    def __init__(self, context: WorkerContext, weights_bytes: int, kv_bytes: int, graphs: int) -> None:
-        super().__init__(context)
-        import torch
-
-        self.torch = torch
-        allocator = context.allocator
-        sizes = [BLOCK_BYTES] * (weights_bytes // BLOCK_BYTES)
-        if weights_bytes % BLOCK_BYTES:
-            sizes.append(weights_bytes % BLOCK_BYTES)
-        self.blocks = [allocator.empty((size // 2,), torch.bfloat16, "weights") for size in sizes]
-        for index, block in enumerate(self.blocks):
-            generator = torch.Generator(device=context.device).manual_seed(1000 * context.rank + index)
-            block.normal_(0, 0.02, generator=generator)
-        self.kv = allocator.empty((kv_bytes // 2,), torch.bfloat16, "kv_cache") if kv_bytes else None
-        width = 2048 if context.device != "cpu" else 64
-        # One square matrix for each layer, cut from the weights, so that a replay reads what slept.
-        flat = self.blocks[0]
-        self.layers = [flat[i * width * width : (i + 1) * width * width].view(width, width) for i in range(8)]
-        self.x = allocator.empty((graphs, width), torch.bfloat16, "weights")
-        self.x.copy_(torch.linspace(-1, 1, graphs * width).view(graphs, width))
-        self.graphs = [context.capture(self._forward(rows)) for rows in range(1, graphs + 1)]
-
-    def _forward(self, rows: int) -> Callable[[], Any]:
-        def forward() -> Any:
-            x = self.x[:rows]
-            for layer in self.layers:
-                x = self.context.communicator.all_reduce(x @ layer)
-            return x
-
-        return forward
-
-    @execution
-    def decode(self) -> str:
-        """Replay every graph; returns a hash of the outputs' exact bits."""
-        digest = hashlib.sha256()
-        for graph in self.graphs:
-            out = graph.replay().contiguous().view(self.torch.uint8).cpu()
-            digest.update(bytes(out.flatten().tolist()))
-        return digest.hexdigest()
-
-    @execution
-    def replay_us(self, warm_up_s: float = 1.5, batches: int = 40, times: int = 100) -> float:
-        """Time of one replay of the largest graph, microseconds: the median of batches, each waited for at its end.
-
-        The warm-up brings the clocks up and fills the caches: without it the first reading after the start was up to
-        9% slower than the last after many cycles. The number of warm-up replays is timed on rank 0 for all ranks,
-        which have to replay equally often because the graph holds all-reduces.
-        """
-        graph = self.graphs[-1]
-
-        def batch_s() -> float:
-            begun = time.perf_counter()
-            for _ in range(times):
-                graph.replay()
-            self.context.runtime.synchronize()
-            return time.perf_counter() - begun
-
-        self.context.runtime.synchronize()
-        # Generous: at least warm_up_s if a replay takes as long as the first batch's average.
-        for _ in range(self._agreed(int(warm_up_s / max(batch_s(), 1e-6)) + 1)):
-            batch_s()
-        return statistics.median(batch_s() for _ in range(batches)) / times * 1e6
-
-    def _agreed(self, number: int) -> int:
-        """Rank 0's number, on every rank."""
-        mine = self.torch.zeros(1, dtype=self.torch.float32, device=self.context.device)
-        if self.context.rank == 0:
-            mine += number
-        return int(self.context.communicator.all_reduce(mine).item())
-
-    def touch_weights(self) -> None:
-        """Change one element of every block, so that nothing can be proven unchanged."""
-        for block in self.blocks:
-            block[-1] += 1
-
-    def checksums(self) -> list[str]:
-        """Position-dependent sums of every block, taken on the device."""
-        out = []
-        for block in self.blocks:
-            words: Any = block.view(self.torch.int64)
-            total = 0
-            for part in words.split(1 << 23):
-                index = self.torch.arange(1, part.numel() + 1, device=part.device)
-                total = (total * 31 + int((part * index).sum())) % (1 << 63)
-            out.append(f"{total:016x}")
-        return out
-
-    def plain_copy_gb_s(self) -> dict[str, float]:
-        """What plain copies over registered huge pages do on this machine, both ways, GB/s (median of 5).
-
-        Over up to 8 GiB, as the weights' copies are: a small buffer is a little faster.
-        """
-        torch = self.torch
-        if not self.blocks[0].is_cuda:
-            return {}
-        from checkpoint_executor.workers.cuda_arena import HostArena
-
-        blocks = self.blocks[: 8 * GIB // BLOCK_BYTES]
-        arena = HostArena()
-        arena.prepare(sum(block.nbytes for block in blocks))
-        hosts, offset = [], 0
-        for block in blocks:
-            hosts.append(torch.frombuffer(arena.view(offset, block.nbytes), dtype=block.dtype))
-            offset += block.nbytes
-        rates: dict[str, list[float]] = {"d2h": [], "h2d": []}
-        for _ in range(5):
-            for name in rates:
-                torch.cuda.synchronize()
-                begun = time.perf_counter()
-                for host, block in zip(hosts, blocks, strict=True):
-                    target, source = (host, block) if name == "d2h" else (block, host)
-                    target.copy_(source, non_blocking=True)
-                torch.cuda.synchronize()
-                rates[name].append(offset / (time.perf_counter() - begun) / 1e9)
-        del hosts
-        arena.close()
-        return {name: statistics.median(values) for name, values in rates.items()}
+from checkpoint_executor import CUDACheckpointExecutor, CycleReport  # noqa: E402
+from checkpoint_executor.workers import Worker  # noqa: E402
+from scripts.benchmarking.ballast import GIB, MIB, BallastWorker  # noqa: E402
+from scripts.benchmarking.machine import (  # noqa: E402
+    machine,
+    open_driver,
+    rss_bytes,
+    target_of,
+    used_bytes,
+    wait_for_bytes,
+)
 
 
 def allocator_sleep(worker: Worker) -> float:
@@ -193,13 +72,6 @@ def with_trim(worker: Worker) -> None:
     del worker.context.runtime.trim
 
 
-def rss_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) << 10
-    return 0
-
-
 class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -211,24 +83,11 @@ class Bench:
 
     def used_bytes(self, ranks: int) -> list[int]:
         """Bytes in use on each device, from outside."""
-        if self.args.device == "soft":
-            from checkpoint_executor.softgpu import SoftGpu, device_name
+        return used_bytes(self.args.device, self.args.soft_root, ranks)
 
-            return [SoftGpu(Path(self.args.soft_root), device_name(r)).used_bytes() for r in range(ranks)]
-        pynvml: Any = importlib.import_module("pynvml")
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(ranks)]
-        return [int(pynvml.nvmlDeviceGetMemoryInfo(h, version=pynvml.nvmlMemory_v2).used) for h in handles]
-
-    def wait_for_bytes(self, expected: list[int], deadline_s: float = 20.0) -> tuple[list[int], float]:
+    def wait_for_bytes(self, expected: list[int]) -> tuple[list[int], float]:
         """Poll until the devices are down to what they were; returns the last reading and how long it took."""
-        begun = time.monotonic()
-        while True:
-            used = self.used_bytes(len(expected))
-            waited = time.monotonic() - begun
-            if all(u <= e + MIB for u, e in zip(used, expected, strict=True)) or waited > deadline_s:
-                return used, waited
-            time.sleep(0.02)
+        return wait_for_bytes(expected, lambda: self.used_bytes(len(expected)))
 
     def replay_us(self, executor: CUDACheckpointExecutor) -> list[float]:
         """By rank. The software device's graphs are slow and only have to run."""
@@ -386,7 +245,7 @@ class Bench:
                 rss, left = (before, rss_bytes(pid)), self.used_bytes(1)[0]
                 up_s = executor.collective_rpc(allocator_wake)[0]
                 record(label, down_s, up_s, left, rss)
-            driver, target = self.driver_and_target(pid)
+            driver, target = open_driver(self.args.device, self.args.soft_root), target_of(0, pid)
             for label in ("driver, first", "driver, second"):
                 before = rss_bytes(pid)
                 begun = time.monotonic()
@@ -398,21 +257,6 @@ class Bench:
                 driver.restore(target)
                 driver.unlock(target)
                 record(label, down_s, time.monotonic() - begun, left, rss)
-
-    def driver_and_target(self, pid: int) -> tuple[Any, Any]:
-        from checkpoint_executor import procfs
-        from checkpoint_executor.messages import Target
-
-        if self.args.device == "soft":
-            from checkpoint_executor.helper.soft_driver import SoftDriver
-
-            driver: Any = SoftDriver(Path(self.args.soft_root))
-        else:
-            from checkpoint_executor.helper.cuda_driver import CudaDriver
-
-            driver = CudaDriver()
-        driver.open()
-        return driver, Target(0, pid, procfs.start_time(pid), "")
 
     def replay(self) -> None:
         for gib in map(float, self.args.gib.split(",")):
@@ -518,19 +362,6 @@ def report(cycle: CycleReport) -> dict[str, Any]:
 def median(values: Any) -> str:
     numbers = list(values)
     return f"{statistics.median(numbers):.2f}" if numbers else "-"
-
-
-def machine() -> dict[str, Any]:
-    found: dict[str, Any] = {"python": platform.python_version(), "kernel": platform.release(), "cpus": os.cpu_count()}
-    try:
-        query = "--query-gpu=name,driver_version,memory.total"
-        text = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, timeout=20
-        )
-        found["gpus"] = text.stdout.strip().splitlines()
-    except (OSError, subprocess.TimeoutExpired):
-        found["gpus"] = []
-    return found
 
 
 def hold(args: argparse.Namespace, ranks: int) -> None:

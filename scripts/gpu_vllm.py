@@ -106,8 +106,9 @@ PROMPTS, NEW_TOKENS = 30, 8
 
 
 class Part(NamedTuple):
-    """One run. ``backend``: stock (with vLLM's own all-reduce, and its own sleep), or ours with cumem, cumem_arena, or
-    the arena under cumem (``arena``), there with graphs offloaded too (``arena+graphs``)."""
+    """One run. ``backend``: stock (with vLLM's own all-reduce, and its own sleep), the same with its NCCL suspended and
+    our communication settings (``stock+nccl``), or ours with cumem, cumem_arena, or the arena under cumem (``arena``),
+    there with graphs offloaded too (``arena+graphs``)."""
 
     name: str
     kind: str
@@ -116,6 +117,11 @@ class Part(NamedTuple):
     backend: str
     limit_s: int
     cycles: int = 10
+
+    @property
+    def ours(self) -> bool:
+        """Whether our executor runs it."""
+        return not self.backend.startswith("stock")
 
 
 PARTS = [
@@ -231,8 +237,10 @@ def engine_options(part: Part, **more: Any) -> dict[str, Any]:
     }
     if part.ranks > 1:
         options["disable_custom_all_reduce"] = part.backend != "stock"
-    if part.backend == "stock":
+    if not part.ours:
         options["distributed_executor_backend"] = "mp"
+        if part.backend == "stock+nccl":
+            options["enable_nccl_comm_suspend"] = True
     else:
         options["distributed_executor_backend"] = EXECUTOR
         if part.ranks > 1:
@@ -257,9 +265,21 @@ def flashinfer_options(part: Part) -> dict[str, Any]:
 
 
 class Engine:
-    """A running ``LLM``."""
+    """A running ``LLM``.
 
-    def __init__(self, part: Part, record: Recorder, **more: Any) -> None:
+    Args:
+        part: what to start. record: is told the facts, as they become known. more: arguments of ``LLM``.
+        wait_turn: returns when it is this part's turn to be measured; by default when the parent writes a line.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        record: Callable[..., None],
+        *,
+        wait_turn: Callable[[], object] | None = None,
+        **more: Any,
+    ) -> None:
         self.gpus = Gpus(part.ranks)
         record(
             part=part._asdict(),
@@ -274,8 +294,8 @@ class Engine:
         record(versions={"vllm": vllm.__version__, "torch": torch.__version__, "nccl": os.environ.get("LD_PRELOAD")})
         seconds, self.llm = timed(lambda: LLM(**engine_options(part, **more)))
         record(start_s=round(seconds, 1), up=True)
-        # The parent says when it is this part's turn; at once if it runs alone.
-        sys.stdin.readline()
+        # The parent says when; at once if it runs alone.
+        (wait_turn or sys.stdin.readline)()
         record(mib_awake=self.gpus.used_mib())
 
     @property
@@ -657,7 +677,7 @@ def environment(part: Part, out: Path, nccl: str | None, flashinfer: str) -> dic
         environ |= SUSPEND
     if nccl and part.ranks > 1:
         environ["LD_PRELOAD"] = environ["VLLM_NCCL_SO_PATH"] = nccl
-    if part.backend != "stock":
+    if part.ours:
         environ["CHECKPOINT_EXECUTOR_LOG"] = str(out / f"{part.name}.jsonl")
         if part.backend.startswith("arena"):
             environ["CHECKPOINT_EXECUTOR_HOST_ARENA"] = "1"

@@ -216,3 +216,59 @@ def part(*, stock: bool = False) -> dict[str, Any]:
         "log": [] if stock else log(),
         "completed": True,
     }
+
+
+def arms(ranks: int = 2, launches: int = 2) -> dict[str, Any]:
+    """The driver alone was refused, and everything together takes half of what the allocator takes."""
+
+    def cycle(number: int, left: int) -> dict[str, Any]:
+        return {
+            "number": number,
+            "down_s": 1.0 + number,
+            "up_s": 0.5,
+            "used_awake_bytes": [26 * GIB] * ranks,
+            "used_asleep_bytes": [left + rank * MIB for rank in range(ranks)],
+            "rss_before_bytes": [17 * GIB] * ranks,
+            "rss_asleep_bytes": [18 * GIB] * ranks,
+            "states": ["asleep"] * ranks,
+            "copy_down_gb_s": [44.0] * ranks,
+            "copy_up_gb_s": [55.0] * ranks,
+            "weights_changed": True,
+            "identical": True,
+            "work_s": 0.01,
+        }
+
+    def launch(arm: str, number: int, left: int) -> dict[str, Any]:
+        return {
+            "arm": arm,
+            "number": number,
+            "communication": "suspend",
+            "empty_bytes": [2 * MIB] * ranks,
+            "after_bytes": [2 * MIB] * ranks,
+            "together": False,
+            "plain_copy_gb_s": [{"d2h": 55.0, "h2d": 55.0}] * ranks,
+            "start_s": 5.0,
+            "cycles": [cycle(each, left) for each in range(3)],
+            "completed": True,
+            "how": "completed",
+            "left_processes": [],
+        }
+
+    names = ("allocator", "driver", "all")
+    lefts = {"allocator": 900 * MIB, "all": 5 * MIB}
+    return {
+        "kind": "arms",
+        "command": ["bench_cycle.py", "--arms", ",".join(names)],
+        "when": "2026-12-01T12:00:00Z",
+        "host": host(),
+        "device": "cuda",
+        "front_door": "own",
+        "model": "",
+        "tensor_parallel_size": ranks,
+        "weights_gib": 16.0,
+        "arms": [
+            {"name": name, "communication": "suspend", "note": "", "refused": "no" if name == "driver" else ""}
+            for name in names
+        ],
+        "launches": [launch(arm, number + 1, left) for number in range(launches) for arm, left in lefts.items()],
+    }

@@ -19,6 +19,7 @@ MIB, GIB = 1 << 20, 1 << 30
 MAKERS: dict[str, Callable[[], Any]] = {
     "attribution": runs.attribution,
     "soak": runs.soak,
+    "arms": runs.arms,
     "demo": runs.demo,
     "bench_gpu table": runs.table,
     "bench_gpu ways": runs.ways,
@@ -91,6 +92,59 @@ def test_a_benchmark_says_its_device_in_its_command(options: list[str], device: 
 def test_ways_are_read() -> None:
     run = read(runs.ways())
     assert [(way.way, way.down_s) for way in run.ways] == [("both, first", 1.0), ("driver, first", 11.0)]
+
+
+def test_arms_come_to_medians_and_ranges_over_their_launches() -> None:
+    run = read(runs.arms())
+    assert run.name == "Arms, own workers, TP=2, 16.0 GiB of weights a rank, CUDA"
+    assert (run.good, run.verdict) == (True, "identical")
+    assert [way.way for way in run.ways] == ["allocator", "all"]
+    allocator, everything = run.ways
+    assert (allocator.down_s, allocator.down_range_s) == (2.0, (1.0, 3.0))
+    assert (allocator.up_s, allocator.up_range_s) == (0.5, (0.5, 0.5))
+    # Beyond an empty device, on the one that kept most.
+    assert (allocator.left_above_empty_bytes, everything.left_above_empty_bytes) == (899 * MIB, 4 * MIB)
+    assert allocator.rss_asleep_bytes - allocator.rss_before_bytes == GIB
+    assert "driver was refused: no" in run.remarks
+    assert ("launches that came to their end", "4 of 4") in run.evidence
+    copies = "44.00 GB/s (80% of a plain copy) / 55.00 GB/s (100% of a plain copy)"
+    assert ("copies of all, down / up, medians", copies) in run.evidence
+
+
+def test_arms_beside_others_count_what_was_their_own() -> None:
+    document = runs.arms()
+    for launch in document["launches"]:
+        launch |= {"together": True, "after_bytes": [4 * MIB, 4 * MIB]}
+    assert [way.left_above_empty_bytes for way in read(document).ways] == [897 * MIB, 2 * MIB]
+
+
+def test_an_arm_that_failed_is_no_good_news_and_says_why() -> None:
+    document = runs.arms()
+    document["launches"][0] |= {"completed": False, "how": "cut off after 9 s", "cycles": []}
+    document["launches"][1]["left_processes"] = [77]
+    run = read(document)
+    assert (run.good, run.verdict) == (False, "a launch failed")
+    assert ("launches that came to their end", "2 of 4") in run.evidence
+    assert "allocator, launch 1: cut off after 9 s" in run.remarks
+    assert "all, launch 1: processes were left: 77" in run.remarks
+
+
+def test_arms_that_differ_once_are_not_identical() -> None:
+    document = runs.arms()
+    document["launches"][3]["cycles"][2]["identical"] = False
+    run = read(document)
+    assert (run.good, run.verdict) == (False, "NOT identical")
+    assert [way.identical for way in run.ways] == [True, False]
+
+
+def test_arms_that_are_still_measured_have_no_verdict() -> None:
+    document = runs.arms()
+    last = document["launches"][-1]
+    del last["how"], last["cycles"][1:]
+    last["completed"] = False
+    run = read(document)
+    assert (run.good, run.verdict) == (None, "not finished")
+    assert read({**runs.arms(), "launches": []}).ways == ()
 
 
 def test_a_part_of_vllm_takes_its_stages_from_the_log() -> None:
@@ -230,6 +284,7 @@ def test_a_soak_that_contradicts_itself_is_remarked() -> None:
         *_MEASUREMENTS.rglob("table-*.json"),
         *_MEASUREMENTS.rglob("demo-*.json"),
         *_MEASUREMENTS.rglob("ways*.json"),
+        *_MEASUREMENTS.rglob("arms*.json"),
         *_MEASUREMENTS.rglob("*.cycles.jsonl"),
     ],
     ids=lambda path: path.name,

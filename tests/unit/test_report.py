@@ -70,6 +70,7 @@ def near(colours: set[tuple[int, ...]], wanted: str) -> bool:
         (report_pictures.timeline, runs.part, ["#c0392b", "#1f4e8c"]),
         (report_pictures.cycle_times, runs.table, ["#1f4e8c", "#d1701a"]),
         (report_pictures.ways, runs.ways, ["#1f4e8c", "#d1701a"]),
+        (report_pictures.ways, runs.arms, ["#1f4e8c", "#d1701a"]),
         (report_pictures.drift, lambda: {**runs.soak(100), "warm_up_iterations": 25}, ["#1f4e8c", "#d1701a"]),
     ],
 )

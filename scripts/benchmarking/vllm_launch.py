@@ -1,0 +1,224 @@
+"""One launch of an arm with vLLM: an engine of ``gpu_vllm.py``, put to sleep the arm's way again and again.
+
+Needs a GPU, but for the choice of what the engine is started with.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from checkpoint_executor import demo
+from scripts import gpu_vllm
+from scripts.benchmarking.arms import Spec
+from scripts.benchmarking.ballast import plain_copy_gb_s
+from scripts.benchmarking.launch import Teller
+from scripts.benchmarking.machine import open_driver, rss_bytes, target_of, used_bytes
+from scripts.benchmarking.verbs import DriverAlone
+
+__all__ = ["engine_options", "environment", "part_of", "run"]
+
+#: What starts each arm's engine, in the words of gpu_vllm.
+_BACKENDS = {
+    "nothing": "stock",
+    "allocator": "stock",
+    "allocator+nccl": "stock+nccl",
+    "driver": "stock",
+    "all": "arena+graphs",
+}
+
+
+def part_of(spec: Spec) -> gpu_vllm.Part:
+    """The launch as a part of gpu_vllm. Launches of one arm share a name, and with it what vLLM compiled."""
+    name = f"{spec.arm}-{spec.model}-tp{spec.ranks}"
+    return gpu_vllm.Part(
+        name, "cycles", spec.model, spec.ranks, _BACKENDS[spec.arm], int(spec.limit_s), cycles=spec.cycles
+    )
+
+
+def engine_options(spec: Spec) -> dict[str, Any]:
+    """What the arm's ``LLM`` gets beyond gpu_vllm's own choice."""
+    more: dict[str, Any] = {"kv_cache_memory_bytes": spec.kv_bytes}
+    if spec.arm in ("nothing", "driver"):
+        more["enable_sleep_mode"] = False
+    return more
+
+
+def environment(spec: Spec) -> dict[str, str]:
+    """Of the launch's process. Makes the plugin's entry points in the launch's folder."""
+    return gpu_vllm.environment(part_of(spec), Path(spec.folder), spec.nccl or None, "")
+
+
+def run(spec: Spec, tell: Teller) -> None:
+    """Start the engine, run the cycles. Raises whatever went wrong; the engine is left to the parent to end."""
+    engine = gpu_vllm.Engine(part_of(spec), tell, wait_turn=tell.wait_turn, **engine_options(spec))
+    engine.llm.collective_rpc(gpu_vllm.enlarge_embeddings)
+    tell(plain_copy_gb_s=engine.llm.collective_rpc(plain_copy))
+    expected = _bits(engine)
+    distinct = len({token for row in expected[0]["tokens"] for token in row})
+    tell(distinct_tokens=distinct, same_before_any_sleep=_bits(engine) == expected)
+    if distinct < demo.MIN_DISTINCT_TOKENS:
+        raise RuntimeError(f"the probe decodes {distinct} distinct tokens: equal answers would prove nothing")
+    pids = engine.llm.collective_rpc(worker_pid)
+    way = _way(spec, engine, pids)
+    for number in range(spec.cycles):
+        awake, rss_before = used_bytes(spec.device, spec.soft_root, spec.ranks), list(map(rss_bytes, pids))
+        down_s, _ = gpu_vllm.timed(way.down)
+        asleep, rss_asleep = used_bytes(spec.device, spec.soft_root, spec.ranks), list(map(rss_bytes, pids))
+        states = way.states()
+        up_s, _ = gpu_vllm.timed(way.up)
+        work_s = engine.first_request_s()
+        tell.cycle(
+            number=number,
+            work_s=work_s,
+            down_s=down_s,
+            up_s=up_s,
+            weights_changed=False,
+            used_awake_bytes=awake,
+            used_asleep_bytes=asleep,
+            rss_before_bytes=rss_before,
+            rss_asleep_bytes=rss_asleep,
+            states=states,
+            **way.rates(down_s, up_s, [before - after for before, after in zip(awake, asleep, strict=True)]),
+            identical=_bits(engine) == expected,
+        )
+
+
+def _bits(engine: gpu_vllm.Engine) -> tuple[Any, Any]:
+    """Tokens and exact logprobs of the probe's prompts, and by rank a fingerprint of every parameter."""
+    return engine.outputs(), engine.fingerprints()
+
+
+# -- the ways ------------------------------------------------------------------------------------
+
+
+class _Way(Protocol):
+    def down(self) -> None: ...
+
+    def up(self) -> None: ...
+
+    def states(self) -> list[str]:
+        """By rank, in words, while asleep."""
+        ...
+
+    def rates(self, down_s: float, up_s: float, moved_bytes: Sequence[int]) -> dict[str, list[float]]:
+        """Of the last cycle, by rank, GB/s.
+
+        Args:
+            down_s, up_s: whole calls. moved_bytes: by how much each device's reading went down.
+        """
+        ...
+
+
+def _way(spec: Spec, engine: gpu_vllm.Engine, pids: Sequence[int]) -> _Way:
+    match spec.arm:
+        case "nothing":
+            return _Nothing(engine, spec.ranks)
+        case "driver":
+            if spec.ranks > 1:
+                raise ValueError("peer memory is mapped: the driver's restore would fail for ever")
+            # Only now: an engine that is forked by a process with an open driver is not what a user has.
+            return _Driver(DriverAlone(open_driver(spec.device, spec.soft_root), [target_of(0, pids[0])]))
+        case _:
+            return _Sleep(engine, "checkpointed" if spec.arm == "all" else "asleep")
+
+
+class _Nothing:
+    """A call that does nothing, twice: what the measurement itself costs."""
+
+    def __init__(self, engine: gpu_vllm.Engine, ranks: int) -> None:
+        self._engine = engine
+        self._ranks = ranks
+
+    def down(self) -> None:
+        self._engine.llm.collective_rpc(worker_pid)
+
+    up = down
+
+    def states(self) -> list[str]:
+        return ["awake"] * self._ranks
+
+    def rates(self, down_s: float, up_s: float, moved_bytes: Sequence[int]) -> dict[str, list[float]]:
+        del down_s, up_s, moved_bytes
+        return {}
+
+
+class _Sleep:
+    """vLLM's ``sleep(level=1)`` and ``wake_up()``, its own or ours.
+
+    The rates are the weights' bytes over the whole call where the call is vLLM's own, and over the workers' stage of
+    it where the executor's log tells one.
+    """
+
+    def __init__(self, engine: gpu_vllm.Engine, state: str) -> None:
+        self._engine = engine
+        self._state = state
+        self._weights_bytes: list[int] = engine.llm.collective_rpc(parameter_bytes)
+
+    def down(self) -> None:
+        self._engine.llm.sleep(level=1)
+
+    def up(self) -> None:
+        self._engine.llm.wake_up()
+
+    def states(self) -> list[str]:
+        if not self._engine.llm.llm_engine.is_sleeping():
+            raise RuntimeError("the engine says that it is awake after its sleep")
+        return [self._state] * len(self._weights_bytes)
+
+    def rates(self, down_s: float, up_s: float, moved_bytes: Sequence[int]) -> dict[str, list[float]]:
+        del moved_bytes
+        ranks = len(self._weights_bytes)
+        seconds = {"worker_sleep": [down_s] * ranks, "worker_wake": [up_s] * ranks}
+        for entry in gpu_vllm.cycle_log()[-2:]:
+            seconds |= {stage["name"]: stage["ranks"] for stage in entry["stages"] if stage["name"] in seconds}
+        return {
+            name: [size / elapsed_s / 1e9 for size, elapsed_s in zip(self._weights_bytes, seconds[stage], strict=True)]
+            for name, stage in (("copy_down_gb_s", "worker_sleep"), ("copy_up_gb_s", "worker_wake"))
+        }
+
+
+class _Driver:
+    """The four verbs on vLLM's one worker. The rates are of everything that left the device."""
+
+    def __init__(self, verbs: DriverAlone) -> None:
+        self._verbs = verbs
+
+    def down(self) -> None:
+        self._verbs.down()
+
+    def up(self) -> None:
+        self._verbs.up()
+
+    def states(self) -> list[str]:
+        return self._verbs.states()
+
+    def rates(self, down_s: float, up_s: float, moved_bytes: Sequence[int]) -> dict[str, list[float]]:
+        del down_s, up_s
+        (moved,) = moved_bytes
+        return {
+            "copy_down_gb_s": [moved / seconds / 1e9 for seconds in self._verbs.checkpoint_s],
+            "copy_up_gb_s": [moved / seconds / 1e9 for seconds in self._verbs.restore_s],
+        }
+
+
+# -- in the worker -------------------------------------------------------------------------------
+
+
+def worker_pid(worker: Any) -> int:
+    """Whose memory it is."""
+    del worker
+    return os.getpid()
+
+
+def parameter_bytes(worker: Any) -> int:
+    """Of all parameters."""
+    parameters = worker.worker.model_runner.get_model().parameters()
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+
+def plain_copy(worker: Any) -> dict[str, float]:
+    """The machine's own limit, over the model's own parameters, which get the bytes back that they have."""
+    return plain_copy_gb_s([parameter.data for parameter in worker.worker.model_runner.get_model().parameters()])
