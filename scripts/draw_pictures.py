@@ -60,7 +60,7 @@ def one(draw: Callable[[Run], bytes]) -> Callable[[Sequence[Run]], bytes]:
     return drawn
 
 
-ONE, TWO = "2026-11-30-h200", "2026-11-30-two-h200s"
+ONE, TWO, SOFT = "2026-11-30-h200", "2026-11-30-two-h200s", "2026-11-30-software-device"
 SIZES = (1, 8, 16, 32)
 
 PICTURES = (
@@ -112,6 +112,7 @@ PICTURES = (
             "ours, 8B, TP=2",
         ),
     ),
+    Picture("drift-software-device", one(report_pictures.drift), (f"{SOFT}/soak.json",)),
     Picture(
         "timeline-vllm-8b-tp1",
         one(report_pictures.timeline),
