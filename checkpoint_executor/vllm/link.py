@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
@@ -18,6 +19,9 @@ from checkpoint_executor.control import Control, Request
 from checkpoint_executor.messages import Role, RpcReplied, StageCommand
 
 __all__ = ["VllmWorkerProcess", "VllmWorkers"]
+
+#: How long the status of a reaped process is waited for. Microseconds, unless the thread that reaped it is held up.
+_NOTED_S = 0.5
 
 
 class VllmWorkerProcess:
@@ -46,10 +50,18 @@ class VllmWorkerProcess:
         try:
             found = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
-            return self._process.exitcode  # vLLM's monitor was faster
+            return self._reaped_status()
         if found is None:
             return None
         return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+    def _reaped_status(self) -> int | None:
+        """The status that vLLM's monitor thread got, which was faster. It notes it a moment after it has reaped; until
+        then ``multiprocessing`` says None, as if the process lived."""
+        until = time.monotonic() + _NOTED_S
+        while self._process.exitcode is None and time.monotonic() < until:
+            time.sleep(0.001)
+        return self._process.exitcode
 
     def kill(self) -> None:
         """SIGKILL, also if it is gone already."""

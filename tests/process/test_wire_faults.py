@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import socket
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from typing import Any
 
 import pytest
@@ -97,17 +99,13 @@ class Stranger:
     def say_frames(self, *frames: wire.Frame) -> None:
         self._socket.send_multipart(frames)
 
-    def wait_heard(self, stderr: pytest.CaptureFixture[str]) -> None:
+    def wait_heard(self) -> None:
         """Until all that was said has been taken: messages of one sender are taken in order, and noise is answered."""
-        self.say_frames(b"the last word")
-        said = ""
-
-        def heard() -> bool:
-            nonlocal said
-            said += stderr.readouterr().err
-            return "message from stranger refused: protocol version 116" in said
-
-        wait_until(heard, "the stranger was heard")
+        # Not capfd: what is written between its reading and its truncating is lost.
+        with redirect_stderr(io.StringIO()) as said:
+            self.say_frames(b"the last word")
+            answer = "message from stranger refused: protocol version 116"
+            wait_until(lambda: answer in said.getvalue(), "the stranger was heard")
 
     def close(self) -> None:
         self._socket.close()
@@ -155,12 +153,10 @@ NOISE = [
 ]
 
 
-def test_noise_from_a_stranger_is_dropped(
-    executor: CUDACheckpointExecutor, stranger: Stranger, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_noise_from_a_stranger_is_dropped(executor: CUDACheckpointExecutor, stranger: Stranger) -> None:
     for frames in NOISE:
         stranger.say_frames(*frames)
-    stranger.wait_heard(capfd)
+    stranger.wait_heard()
     executor.sleep()
     executor.wake_up()
     assert executor.collective_rpc("read_weights") == WEIGHTS
@@ -168,13 +164,13 @@ def test_noise_from_a_stranger_is_dropped(
 
 @pytest.mark.parametrize("asleep", [False, True], ids=["awake", "checkpointed"])
 def test_forged_messages_between_calls_change_nothing(
-    executor: CUDACheckpointExecutor, stranger: Stranger, asleep: bool, capfd: pytest.CaptureFixture[str]
+    executor: CUDACheckpointExecutor, stranger: Stranger, asleep: bool
 ) -> None:
     if asleep:
         executor.sleep()
     for message in forged_replies(executor):
         stranger.say(message)
-    stranger.wait_heard(capfd)
+    stranger.wait_heard()
     if not asleep:
         executor.sleep(level=0)
         executor.collective_rpc("identify")  # not an execution method, whoever says so
@@ -184,7 +180,7 @@ def test_forged_messages_between_calls_change_nothing(
 
 
 def test_forged_replies_do_not_carry_a_stage_on(
-    executor: CUDACheckpointExecutor, stranger: Stranger, gate: Gate, capfd: pytest.CaptureFixture[str]
+    executor: CUDACheckpointExecutor, stranger: Stranger, gate: Gate
 ) -> None:
     executor.collective_rpc("hold_device", args=(1, gate.path))
     gate.wait_reached()
@@ -193,7 +189,7 @@ def test_forged_replies_do_not_carry_a_stage_on(
     wait_until(lambda: executor._control._coordinator.state.pending == {1}, "the first rank's reply was taken")
     for message in forged_replies(executor):
         stranger.say(message)
-    stranger.wait_heard(capfd)
+    stranger.wait_heard()
     assert executor._control._coordinator.state.pending == {1}
     assert state_of(executor, 0) is ProcessState.LOCKED
     assert not call.done()
@@ -205,7 +201,7 @@ def test_forged_replies_do_not_carry_a_stage_on(
 
 @pytest.mark.parametrize("role", [Role.WORKER, Role.HELPER])
 def test_a_stranger_cannot_take_the_name_of_a_child(
-    executor: CUDACheckpointExecutor, gate: Gate, role: Role, stranger: Stranger, capfd: pytest.CaptureFixture[str]
+    executor: CUDACheckpointExecutor, gate: Gate, role: Role, stranger: Stranger
 ) -> None:
     impostor = Stranger(executor, identity(role, 1 if role is Role.WORKER else HELPER))
     try:
@@ -215,7 +211,7 @@ def test_a_stranger_cannot_take_the_name_of_a_child(
         wait_until(lambda: executor._control._coordinator.state.pending == {1}, "only the second rank is awaited")
         for message in forged_replies(executor):
             impostor.say(message)
-        stranger.wait_heard(capfd)
+        stranger.wait_heard()
         assert not call.done()
         gate.open()
         call.result(DEADLINE_S)
@@ -322,20 +318,13 @@ class TwoFacedWorker(RawWorker):
         wait_at(self._gate)
 
 
-def test_no_rank_can_end_a_stage_for_another_or_by_saying_hello(
-    capfd: pytest.CaptureFixture[str], machine: SoftMachine, gate: Gate
-) -> None:
+def test_no_rank_can_end_a_stage_for_another_or_by_saying_hello(machine: SoftMachine, gate: Gate) -> None:
     executor = machine.make(TwoFacedWorker, ranks=RANKS, worker_kwargs={"gate": gate.path})
-    call = in_thread(executor.sleep)
-    gate.wait_reached(RANKS)
-    said = ""
-
-    def heard() -> bool:
-        nonlocal said
-        said += capfd.readouterr().err
-        return all(f"message from worker:{rank} refused" in said for rank in range(RANKS))
-
-    wait_until(heard, "both ranks were heard")
+    with redirect_stderr(io.StringIO()) as said:
+        call = in_thread(executor.sleep)
+        gate.wait_reached(RANKS)
+        answers = [f"message from worker:{rank} refused" for rank in range(RANKS)]
+        wait_until(lambda: all(answer in said.getvalue() for answer in answers), "both ranks were heard")
     state = executor._control._coordinator.state
     assert (executor.stage, state.index) == ("sleep_allocator", 1)
     assert state.pending == set(range(RANKS))

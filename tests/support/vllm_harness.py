@@ -303,7 +303,11 @@ class Engine:
         """
         calm = 0
         while calm < 5:
-            state = Path(f"/proc/{self.core_pid}/task/{self.core_pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+            try:
+                text = Path(f"/proc/{self.core_pid}/task/{self.core_pid}/stat").read_text()
+            except FileNotFoundError:
+                return  # it is dead: nothing will wait
+            state = text.rsplit(")", 1)[1].split()[0]
             calm = calm + 1 if state == "S" else 0
             pause(0.005)
 
