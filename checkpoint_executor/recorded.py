@@ -338,23 +338,25 @@ class _TableCycle(Struct):
     identical: bool
 
 
-class _Table(Struct):
+class _Written(Struct, kw_only=True):
+    """What our own scripts write beside their figures."""
+
+    command: list[str] = []
+    when: str = ""
+    host: dict[str, Any] = {}
+
+
+class _Table(_Written):
     ranks: int
     weights_gib: float
     communication: str
     cycles: tuple[_TableCycle, ...] = ()
     plain_copy_gb_s: tuple[dict[str, float], ...] = ()
-    command: list[str] = []
-    when: str = ""
-    host: dict[str, Any] = {}
 
 
-class _Ways(Struct):
+class _Ways(_Written):
     weights_gib: float
     runs: tuple[Way, ...]
-    command: list[str] = []
-    when: str = ""
-    host: dict[str, Any] = {}
 
 
 class _Arm(Struct):
@@ -393,7 +395,7 @@ class _Launch(Struct):
     left_processes: tuple[int, ...] = ()
 
 
-class _Arms(Struct):
+class _Arms(_Written):
     device: str
     front_door: str
     tensor_parallel_size: int
@@ -401,9 +403,6 @@ class _Arms(Struct):
     launches: tuple[_Launch, ...]
     model: str = ""
     weights_gib: float | None = None
-    command: list[str] = []
-    when: str = ""
-    host: dict[str, Any] = {}
 
 
 class _LogEntry(Struct):
@@ -475,17 +474,14 @@ class _Iteration(Struct):
     stopped: str | None = None
 
 
-class _Attribution(Struct):
+class _Attribution(_Written):
     device: str
     tensor_parallel_size: int
     cycles: tuple[AttributedCycle, ...]
     worker: str = ""
-    command: list[str] = []
-    when: str = ""
-    host: dict[str, Any] = {}
 
 
-class _Soak(Struct):
+class _Soak(_Written):
     device: str
     tensor_parallel_size: int
     iterations: tuple[_Iteration, ...]
@@ -497,9 +493,6 @@ class _Soak(Struct):
     mismatches: int | None = None
     failed_requests: int | None = None
     ok: bool | None = None
-    command: list[str] = []
-    when: str = ""
-    host: dict[str, Any] = {}
 
 
 # -- each kind, as a run -------------------------------------------------------------------------

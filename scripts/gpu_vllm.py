@@ -460,10 +460,7 @@ def run_fail_worker(part: Part, record: Recorder) -> None:
     # In a thread too: vLLM's client waits for ever if it asks before it has noticed that EngineCore is dead.
     later = attempt_in_thread(engine.llm.wake_up, 15)
     record(
-        client_sees=seen,
         then=later,
-        processes_gone_s=gone_s,
-        gpu_empty_s=empty_s,
         mib_at_the_end=engine.gpus.used_mib(),
         summary={"client": seen["error"], "client_s": seen["seconds"], "gone_s": gone_s, "mib": engine.gpus.used_mib()},
     )
