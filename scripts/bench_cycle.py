@@ -170,8 +170,8 @@ def _settle(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
     if compares and options.front_door == "vllm":
         if detect_device_kind() == "soft" or options.device == "soft":
             parser.error("vLLM's arms need a GPU")
-        if options.communication or options.gib or options.graphs or options.keep_weights:
-            parser.error("--communication, --gib, --graphs and --keep-weights are of our own workers")
+        if options.communication or options.gib or options.graphs:
+            parser.error("--communication, --gib and --graphs are of our own workers")
     if compares and options.front_door != "vllm" and options.model:
         parser.error("--model is of vLLM's arms")
     for name, default in (_ARMS_DEFAULTS if compares else _OWN_DEFAULTS).items():

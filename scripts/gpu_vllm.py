@@ -9,8 +9,9 @@ they run when none is named: the most telling first, so that a budget (``--budge
 no network: the models are Qwen3's dimensions with dummy weights.
 
 Most of a part's time is vLLM's start. ``--together`` starts all the parts at once, beside each other on the same GPUs,
-and gives them turns when all are up: whoever has its turn is measured while the others are idle, and ends before the
-next begins. What it holds on the GPU is what is in use less what is in use after its end.
+and gives them turns when all are up: whoever has its turn is measured while the others are stopped (SIGSTOP), so that
+they hold memory and take no time, and ends before the next begins. What it holds on the GPU is what is in use less what
+is in use after its end.
 
 No NVLink multicast anywhere: symmetric memory, NVLS and mnnvl are off in every part, the stock ones included, because
 on a shared host a multicast object can put GPUs out of service.
@@ -34,6 +35,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))  # a checkout needs no installation
+
+from scripts.benchmarking.machine import visible_gpus  # noqa: E402
+
 EXECUTOR = "checkpoint_executor.vllm.CUDACheckpointExecutor"
 
 #: Qwen3's dimensions.
@@ -125,21 +130,21 @@ class Part(NamedTuple):
 
 
 PARTS = [
-    Part("ours-8b-tp1", "cycles", "8b", 1, "arena+graphs", 310),
-    Part("stock-8b-tp1", "cycles", "8b", 1, "stock", 310, 3),
-    Part("ours-0.6b-tp1", "cycles", "0.6b", 1, "arena+graphs", 310),
-    Part("stock-0.6b-tp1", "cycles", "0.6b", 1, "stock", 310, 3),
-    Part("ours-8b-tp2", "cycles", "8b", 2, "arena+graphs", 310),
-    Part("stock-8b-tp2", "cycles", "8b", 2, "stock", 310, 3),
-    Part("ours-0.6b-tp2", "cycles", "0.6b", 2, "arena+graphs", 310),
-    Part("stock-0.6b-tp2", "cycles", "0.6b", 2, "stock", 310, 3),
-    Part("fail-worker", "fail_worker", "0.6b", 1, "arena", 120),
+    Part("ours-8b-tp1", "cycles", "8b", 1, "arena+graphs", 420),
+    Part("stock-8b-tp1", "cycles", "8b", 1, "stock", 420, 3),
+    Part("ours-0.6b-tp1", "cycles", "0.6b", 1, "arena+graphs", 420),
+    Part("stock-0.6b-tp1", "cycles", "0.6b", 1, "stock", 420, 3),
+    Part("ours-8b-tp2", "cycles", "8b", 2, "arena+graphs", 420),
+    Part("stock-8b-tp2", "cycles", "8b", 2, "stock", 420, 3),
+    Part("ours-0.6b-tp2", "cycles", "0.6b", 2, "arena+graphs", 420),
+    Part("stock-0.6b-tp2", "cycles", "0.6b", 2, "stock", 420, 3),
+    Part("fail-worker", "fail_worker", "0.6b", 1, "arena", 180),
     Part("fail-fit", "fail_fit", "0.6b", 1, "arena", 120),
     Part("fail-core", "fail_core", "0.6b", 1, "arena", 120),
-    Part("again-ours-8b-tp2", "cycles", "8b", 2, "arena+graphs", 310, 2),
-    Part("again-stock-8b-tp2", "cycles", "8b", 2, "stock", 310, 1),
-    Part("cumem_arena-8b-tp1", "cycles", "8b", 1, "cumem_arena", 310, 4),
-    Part("cumem-8b-tp1", "cycles", "8b", 1, "cumem", 310, 4),
+    Part("again-ours-8b-tp2", "cycles", "8b", 2, "arena+graphs", 420, 2),
+    Part("again-stock-8b-tp2", "cycles", "8b", 2, "stock", 420, 1),
+    Part("cumem_arena-8b-tp1", "cycles", "8b", 1, "cumem_arena", 420, 4),
+    Part("cumem-8b-tp1", "cycles", "8b", 1, "cumem", 420, 4),
 ]
 
 #: Not run unless named: they need FlashInfer, with its trtllm kernels compiled ahead. In the first, all-reduces are
@@ -173,9 +178,7 @@ class Gpus:
 
         self._nvml: Any = pynvml
         self._nvml.nvmlInit()
-        visible = [entry for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry]
-        indexes = [int(entry) for entry in visible] if all(map(str.isdigit, visible)) and visible else range(count)
-        self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in list(indexes)[:count]]
+        self._handles = visible_gpus(self._nvml, count)
 
     def used_mib(self) -> list[int]:
         read = self._nvml.nvmlDeviceGetMemoryInfo
@@ -346,8 +349,8 @@ class Engine:
         return self.llm.collective_rpc(hash_parameters)
 
     def throughput(self) -> list[float]:
-        """Tokens per second of decoding, four readings after one to warm up."""
-        return [round(self.tokens_per_second(), 1) for _ in range(5)][1:]
+        """Tokens per second of decoding, eight readings after one to warm up."""
+        return [round(self.tokens_per_second(), 1) for _ in range(9)][1:]
 
     def tokens_per_second(self, requests: int = 64, length: int = 128) -> float:
         from vllm import SamplingParams
@@ -400,27 +403,59 @@ def run_cycles(part: Part, record: Recorder) -> None:
             }
         )
         record(cycles=cycles)
-    tokens_per_s = engine.throughput()
+    record(tokens_per_s_after=engine.throughput())
     if checksums is not None:
         record(same_checksums=engine.checksums() == checksums)
-    record(tokens_per_s_after=tokens_per_s, log=cycle_log())
+    changed = change_weights(engine, before, record)
+    record(log=cycle_log())
     later = [cycle for cycle in cycles[1:] if not cycle["partial"]]
     before_s, after_s = (statistics.median(record.facts[f"tokens_per_s_{when}"]) for when in ("before", "after"))
     record(
         summary={
             "sleep_first_s": cycles[0]["sleep_s"],
             "sleep_later_s": _median(later, "sleep_s"),
+            "sleep_changed_s": _median(changed, "sleep_s"),
             "wake_first_s": cycles[0]["wake_s"],
             "wake_later_s": _median(later, "wake_s"),
             "first_request_s": _median(later, "first_request_s"),
             "distinct_tokens": distinct,
             "identical": record.facts.get("same_checksums", True)
-            and all(cycle[f"same_{what}"] for cycle in cycles for what in ("tokens", "logprobs", "weights")),
+            and all(cycle[f"same_{what}"] for cycle in cycles for what in ("tokens", "logprobs", "weights"))
+            and all(cycle["same_weights"] for cycle in changed)
+            and record.facts["identical_when_changed_back"],
             "cycles": len(cycles),
             "tokens_per_s": before_s,
             "after_to_before": round(after_s / before_s, 4),
         }
     )
+
+
+def change_weights(engine: Engine, before: dict[str, Any], record: Recorder) -> list[dict[str, Any]]:
+    """Cycles with every parameter changed in place since the last one, so that each sleep has to copy all of them.
+
+    Negating loses nothing, so after an even number of changes the model is what it was.
+    """
+    cycles: list[dict[str, Any]] = []
+    seen = [engine.fingerprints()]
+    for _ in range(2):
+        engine.llm.collective_rpc(negate_parameters)
+        seen.append(engine.fingerprints())
+        sleep_s, _ = timed(lambda: engine.llm.sleep(level=1))
+        wake_s, _ = timed(engine.llm.wake_up)
+        same = engine.fingerprints() == seen[-1] != seen[-2]
+        cycles.append({"sleep_s": round(sleep_s, 3), "wake_s": round(wake_s, 3), "same_weights": same})
+        record(changed_cycles=cycles)
+    record(identical_when_changed_back=engine.outputs() == before)
+    return cycles
+
+
+def negate_parameters(worker: Any) -> None:
+    """In the worker."""
+    import torch
+
+    for parameter in worker.worker.model_runner.get_model().parameters():
+        parameter.data.neg_()
+    torch.cuda.synchronize()
 
 
 def hash_parameters(worker: Any) -> dict[str, str]:
@@ -726,9 +761,14 @@ class Running:
         while self._process.poll() is None and self._left_s() > 0 and not self._facts().get("up"):
             threading.Event().wait(0.1)
 
+    def stop(self) -> None:
+        """Have it take no time, until its turn."""
+        self._signal(signal.SIGSTOP)
+
     def finish(self) -> dict[str, Any]:
         """Give it its turn, and wait for its end; what it recorded, and how it ended. Nothing of it is left."""
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         turn = time.monotonic()
         try:
             self._process.stdin.write(b"go\n")
@@ -740,10 +780,7 @@ class Running:
         except subprocess.TimeoutExpired:
             how = f"cut off after {self.part.limit_s} s"
         finally:
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            self._signal(signal.SIGKILL)
             self._process.wait()
         now = time.monotonic()
         facts = self._facts()
@@ -751,6 +788,13 @@ class Running:
             facts["log_ends"] = self._log.read_text(errors="replace")[-600:]
         times = {"seconds": round(now - self._begun, 1), "turn_s": round(now - turn, 1)}
         return own_mib({**facts, "how": how, **times, "mib_after": _left(self.part.ranks)})
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the part, its engine and its workers. The helper, in a group of its own, is idle between calls anyway."""
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            pass
 
     def _left_s(self) -> float:
         return self.part.limit_s - (time.monotonic() - self._begun)
@@ -831,6 +875,8 @@ def main() -> int:
         running = [Running(part, out, args.nccl, args.flashinfer) for part in wave]
         for one in running:
             one.wait_up()
+        for one in running:
+            one.stop()
         for one in running:
             results[one.part.name] = one.finish()
             print(table({one.part.name: results[one.part.name]}).splitlines()[1], flush=True)

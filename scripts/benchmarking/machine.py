@@ -18,7 +18,7 @@ from checkpoint_executor import procfs
 from checkpoint_executor.helper.drivers import Driver
 from checkpoint_executor.messages import Target
 
-__all__ = ["machine", "open_driver", "rss_bytes", "target_of", "used_bytes", "wait_for_bytes"]
+__all__ = ["machine", "open_driver", "rss_bytes", "target_of", "used_bytes", "visible_gpus", "wait_for_bytes"]
 
 
 def machine() -> dict[str, Any]:
@@ -42,7 +42,7 @@ def rss_bytes(pid: int) -> int:
 
 
 def used_bytes(device: str, soft_root: str, ranks: int) -> list[int]:
-    """Bytes in use on each of the first devices, by everybody, without taking any.
+    """Bytes in use on each of the first devices of this process, by everybody, without taking any.
 
     Args:
         device: ``"soft"`` or ``"cuda"``. soft_root: the software devices' folder. ranks: how many devices.
@@ -53,8 +53,19 @@ def used_bytes(device: str, soft_root: str, ranks: int) -> list[int]:
         return [SoftGpu(Path(soft_root), device_name(rank)).used_bytes() for rank in range(ranks)]
     pynvml: Any = importlib.import_module("pynvml")
     pynvml.nvmlInit()
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(ranks)]
-    return [int(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used) for handle in handles]
+    read = pynvml.nvmlDeviceGetMemoryInfo
+    return [int(read(handle, version=pynvml.nvmlMemory_v2).used) for handle in visible_gpus(pynvml, ranks)]
+
+
+def visible_gpus(nvml: Any, count: int) -> list[Any]:
+    """NVML's handles of the first GPUs that CUDA shows this process: NVML itself counts all of the machine.
+
+    Args:
+        nvml: ``pynvml``, initialised. count: how many.
+    """
+    chosen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name] or map(str, range(count))
+    by_index, by_uuid = nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetHandleByUUID
+    return [by_index(int(name)) if name.isdigit() else by_uuid(name) for name in list(chosen)[:count]]
 
 
 def wait_for_bytes(

@@ -64,18 +64,20 @@ def run(spec: Spec, tell: Teller) -> None:
     pids = engine.llm.collective_rpc(worker_pid)
     way = _way(spec, engine, pids)
     for number in range(spec.cycles):
+        _change_weights(spec, engine)
         awake, rss_before = used_bytes(spec.device, spec.soft_root, spec.ranks), list(map(rss_bytes, pids))
         down_s, _ = gpu_vllm.timed(way.down)
         asleep, rss_asleep = used_bytes(spec.device, spec.soft_root, spec.ranks), list(map(rss_bytes, pids))
         states = way.states()
         up_s, _ = gpu_vllm.timed(way.up)
         work_s = engine.first_request_s()
+        _change_weights(spec, engine)
         tell.cycle(
             number=number,
             work_s=work_s,
             down_s=down_s,
             up_s=up_s,
-            weights_changed=False,
+            weights_changed=not spec.keep_weights,
             used_awake_bytes=awake,
             used_asleep_bytes=asleep,
             rss_before_bytes=rss_before,
@@ -84,6 +86,12 @@ def run(spec: Spec, tell: Teller) -> None:
             **way.rates(down_s, up_s, [before - after for before, after in zip(awake, asleep, strict=True)]),
             identical=_bits(engine) == expected,
         )
+
+
+def _change_weights(spec: Spec, engine: gpu_vllm.Engine) -> None:
+    """So that a sleep has to copy them; the second time they are what they were."""
+    if not spec.keep_weights:
+        engine.llm.collective_rpc(gpu_vllm.negate_parameters)
 
 
 def _bits(engine: gpu_vllm.Engine) -> tuple[Any, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -44,13 +45,33 @@ class HostMemory:
         assert address not in self.mapped
         self.mapped.add(address)
 
+    def write(self, address: int, fill: int, offset_bytes: int = 0, size_bytes: int = 1) -> None:
+        assert address in self.mapped
+        ctypes.memset(address + offset_bytes, fill, size_bytes)
+
     def contents(self, address: int) -> set[int]:
         return set(bytes(self.buffers[address]))
 
 
 class Cudart:
+    """Keeps the address and the first byte of what it was to copy."""
+
+    def __init__(self) -> None:
+        self.copied: list[tuple[int, int]] = []
+        self.broken = False
+
     def cudaMemcpy(self, target: int, source: int, size_bytes: int) -> None:  # noqa: N802 - CUDA's name
+        ctypes.memmove(target, source, size_bytes // 2)
+        if self.broken:
+            raise RuntimeError("CUDA error: the copy broke off")
         ctypes.memmove(target, source, size_bytes)
+        self.copied.append((source, ctypes.c_ubyte.from_address(source).value))
+
+
+def hash_of_host_memory(regions: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+    """As the GPU's: fingerprints in order, which name contents and size."""
+    for address, size_bytes in regions:
+        yield hashlib.sha256(ctypes.string_at(address, size_bytes)).digest()
 
 
 class Context:
@@ -77,6 +98,13 @@ class Bench:
         self.backend = backend.CumemArenaBackend()
         self.module = backend
         self.memory = memory
+        self.cudart: Cudart = cumem.libcudart
+
+    def sleep(self) -> list[int]:
+        """Which device addresses were copied."""
+        self.cudart.copied.clear()
+        self.backend.suspend(level=1)
+        return [address for address, _ in self.cudart.copied]
 
     def backups(self) -> list[int]:
         data = self.allocator.pointer_to_data.values()
@@ -103,9 +131,11 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     for name in ("synchronize", "empty_cache"):  # 0.31 calls torch.cuda's
         monkeypatch.setattr(torch.cuda, name, lambda *args: None)
     backend = importlib.import_module("checkpoint_executor.vllm.backend")
-    monkeypatch.setattr(backend, "_arena", backend._Arena())
-    monkeypatch.setattr(backend, "HostArena", Arena)
-    monkeypatch.setattr(backend, "PrimaryContext", Context)
+    backup_memory = importlib.import_module("checkpoint_executor.vllm.backup_memory")
+    monkeypatch.setattr(backend, "_memory", backup_memory.BackupMemory())
+    monkeypatch.setattr(backup_memory, "HostArena", Arena)
+    monkeypatch.setattr(backup_memory, "PrimaryContext", Context)
+    monkeypatch.setattr(backup_memory, "open_hasher", lambda context: hash_of_host_memory)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     Arena.made = []
     yield Bench(cumem, backend, memory)
@@ -140,7 +170,7 @@ def test_the_arena_is_got_once(bench: Bench) -> None:
 
 def test_memory_that_came_later_gets_an_arena_of_its_own(bench: Bench) -> None:
     bench.memory.allocate(bench.allocator, "weights", 1)
-    bench.module._arena.make_room(PIECE)
+    bench.module._memory.make_room(PIECE)
     later = bench.memory.allocate(bench.allocator, "weights", 2, 3 * PIECE)
     bench.backend.suspend(level=1)
     assert all(bench.in_arena(address) for address in bench.backups())
@@ -166,6 +196,7 @@ def test_nothing_of_cumem_stays_changed(bench: Bench) -> None:
     bench.memory.allocate(bench.allocator, "weights", 1)
     bench.backend.suspend(level=1)
     assert bench.cumem.torch is torch
+    assert bench.cumem.libcudart is bench.cudart
 
 
 def test_plain_cumem_borrows_the_arena_in_the_same_way(bench: Bench) -> None:
@@ -179,17 +210,112 @@ def test_plain_cumem_borrows_the_arena_in_the_same_way(bench: Bench) -> None:
 
 
 def test_the_arena_is_made_ahead_by_a_thread(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    backup_memory = sys.modules["checkpoint_executor.vllm.backup_memory"]
     monkeypatch.setattr(
-        bench.module,
+        backup_memory,
         "bindings",
         lambda: types.SimpleNamespace(CUstreamCaptureMode=types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)),
     )
     modes: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(bench.module, "call", lambda *args: modes.append(args))
+    monkeypatch.setattr(backup_memory, "call", lambda *args: modes.append(args))
     bench.memory.allocate(bench.allocator, "weights", 1, 4 * PIECE)
     bench.module.prepare_early()
-    bench.module._arena._thread.join()
+    bench.module._memory._thread.join()
     assert modes == [("cuThreadExchangeStreamCaptureMode", 2)]
     assert [arena.capacity_bytes for arena in Arena.made] == [4 * PIECE]
     bench.backend.suspend(level=1)
     assert len(Arena.made) == 1
+
+
+# What is not copied again
+
+
+def test_unchanged_weights_are_copied_once(bench: Bench) -> None:
+    weights = [bench.memory.allocate(bench.allocator, "weights", fill) for fill in (1, 2, 3)]
+    assert bench.sleep() == weights
+    for _ in range(3):
+        bench.backend.resume(None)
+        assert bench.sleep() == []
+    bench.backend.resume(None)
+    assert [bench.memory.contents(address) for address in weights] == [{1}, {2}, {3}]
+
+
+def test_one_changed_byte_is_copied(bench: Bench) -> None:
+    weights = [bench.memory.allocate(bench.allocator, "weights", fill) for fill in (1, 2, 3)]
+    bench.sleep()
+    bench.backend.resume(["weights"])
+    bench.memory.write(weights[1], 0x77, offset_bytes=PIECE - 1)
+    assert bench.sleep() == [weights[1]]
+    bench.backend.resume(None)
+    assert [bench.memory.contents(address) for address in weights] == [{1}, {2, 0x77}, {3}]
+    assert bench.memory.buffers[weights[1]][PIECE - 1] == 0x77
+    assert bench.sleep() == []
+
+
+def test_two_weights_that_are_swapped_are_both_copied(bench: Bench) -> None:
+    weights = [bench.memory.allocate(bench.allocator, "weights", fill) for fill in (1, 2)]
+    bench.sleep()
+    bench.backend.resume(None)
+    for address, fill in zip(weights, (2, 1), strict=True):
+        bench.memory.write(address, fill, size_bytes=PIECE)
+    assert bench.sleep() == weights
+    bench.backend.resume(None)
+    assert [bench.memory.contents(address) for address in weights] == [{2}, {1}]
+
+
+def test_where_the_pieces_shift_everything_behind_is_copied(bench: Bench) -> None:
+    """A larger allocation comes before the others: its backup lies where theirs were."""
+    first, second, third = (bench.memory.allocate(bench.allocator, "weights", fill) for fill in (1, 2, 3))
+    bench.sleep()
+    bench.backend.resume(None)
+    entries = bench.allocator.pointer_to_data
+    del entries[second]
+    entries[third] = entries.pop(third)
+    larger = bench.memory.allocate(bench.allocator, "weights", 9, 2 * PIECE)
+    entries[third] = entries.pop(third)
+    assert list(entries) == [first, larger, third]
+    assert bench.sleep() == [larger, third]
+    bench.backend.resume(None)
+    assert [bench.memory.contents(address) for address in (first, larger, third)] == [{1}, {9}, {3}]
+    assert bench.sleep() == []
+
+
+def test_a_copy_that_broke_off_is_made_again(bench: Bench) -> None:
+    weights = bench.memory.allocate(bench.allocator, "weights", 1)
+    bench.sleep()
+    bench.backend.resume(None)
+    bench.memory.write(weights, 2, size_bytes=PIECE)
+    bench.cudart.broken = True
+    with pytest.raises(RuntimeError, match="broke off"):
+        bench.sleep()
+    bench.cudart.broken = False
+    # Half of what was there before is overwritten now: even the old contents have to be copied.
+    bench.memory.write(weights, 1, size_bytes=PIECE)
+    assert bench.sleep() == [weights]
+    assert len(Arena.made) == 1
+    bench.backend.resume(None)
+    assert bench.memory.contents(weights) == {1}
+
+
+def test_a_backup_that_was_lent_for_something_else_proves_nothing(bench: Bench) -> None:
+    """cumem's ``torch.empty`` for other purposes is answered from the arena too; who gets it may write to it."""
+    weights = bench.memory.allocate(bench.allocator, "weights", 1)
+    bench.sleep()
+    bench.backend.resume(None)
+    with bench.module.lent_arena():
+        other = bench.cumem.torch.empty(PIECE, dtype=torch.uint8, device="cpu")
+    assert bench.in_arena(other.data_ptr())
+    other.fill_(0x55)
+    del other
+    assert bench.sleep() == [weights]
+    bench.backend.resume(None)
+    assert bench.memory.contents(weights) == {1}
+
+
+def test_without_a_hash_everything_is_copied(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["checkpoint_executor.vllm.backup_memory"], "open_hasher", lambda context: None)
+    weights = bench.memory.allocate(bench.allocator, "weights", 1)
+    for _ in range(2):
+        assert bench.sleep() == [weights]
+        bench.backend.resume(None)
+    assert bench.memory.contents(weights) == {1}
