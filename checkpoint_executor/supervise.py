@@ -457,9 +457,11 @@ class SupervisedCommand:
     """A command, such as ``vllm serve MODEL``, that is started again whenever it fails.
 
     Args:
-        command: what to run, in the foreground. Status 0 means that it is done; anything else is a failure.
-        health: a URL that answers 200, or a function that returns True, while the engine is well; None: only its end
-            is a failure.
+        command: what to run, in the foreground.
+        health: a URL that answers 200, or a function that returns True, while the engine is well. A command that has
+            one is a server: it fails when it gives no good answer, and when it ends, whatever its status (vLLM 0.33's
+            API server ends with status 0 when its engine core has died). Without one it fails when it ends with a
+            status other than 0, and with 0 it is done.
         health_timeout_s: an engine without a healthy answer for so long has failed.
         probe_interval_s: pause between two probes.
         name, policy, used_bytes, report: as for :class:`Supervised`. environ, cwd: of the command.
@@ -513,7 +515,7 @@ class SupervisedCommand:
     # -- running ---------------------------------------------------------------------------------
 
     def run(self) -> int | None:
-        """Run the command until it ends with status 0 or :meth:`stop` is called. Once.
+        """Run the command until it is done or :meth:`stop` is called. Once.
 
         Returns:
             0, or None after a stop.
@@ -646,7 +648,7 @@ class SupervisedCommand:
     # -- the loop --------------------------------------------------------------------------------
 
     def _run_once(self) -> bool:
-        """One engine from its start to its end. True if it ended with status 0."""
+        """One engine from its start to its end. True if the command is done."""
         started_at = time.monotonic()
         tree = ProcessTree(self._command, environ=self._environ, cwd=self._cwd)
         with self._changed:
@@ -684,7 +686,7 @@ class SupervisedCommand:
             if self._stop_grace_s is not None:
                 return None
             if tree.wait(0):
-                if tree.exit_status == 0:
+                if tree.exit_status == 0 and self._health is None:
                     return None
                 return _Lost(Cause.EXITED, f"the command {_exit_text(tree.exit_status)}")
             with self._changed:

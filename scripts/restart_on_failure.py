@@ -3,12 +3,13 @@
 
     restart_on_failure.py --health-url http://localhost:8000/health --timeout-s 60 -- vllm serve MODEL
 
-The command has failed when it ends with a status other than 0, or when its health URL gives no good answer for
-``--timeout-s``. All of it is then killed, orphans included; the GPUs are waited for; and it is started again after a
-pause that doubles. Each incident is one JSON line, on stderr or appended to ``--incidents``. SIGTERM and Ctrl-C end
-the command in good order, then whatever is left of it.
+A command with a health URL is a server: it has failed when the URL gives no good answer for ``--timeout-s``, and when
+it ends, with whatever status (vLLM's API server ends with 0 when its engine core has died). One without has failed when
+it ends with a status other than 0. All of it is then killed, orphans included; the GPUs are waited for; and it is
+started again after a pause that doubles. Each incident is one JSON line, on stderr or appended to ``--incidents``.
+SIGTERM and Ctrl-C end the command in good order, then whatever is left of it.
 
-Exit status: 0 when the command ends with 0; 1 when the limit of restarts is reached; 2 when it cannot be run;
+Exit status: 0 when the command is done; 1 when the limit of restarts is reached; 2 when it cannot be run;
 128 and the number after a signal.
 """
 

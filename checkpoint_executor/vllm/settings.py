@@ -18,8 +18,9 @@ __all__ = ["PREFIX", "Settings", "parse_settings"]
 
 PREFIX = "CHECKPOINT_EXECUTOR_"
 
-#: Ours too, but read elsewhere: the software device, and the scripts of the checkout.
-_ELSEWHERE = frozenset({"SOFTGPU_ROOT", "VENV", "ALLOW_CUDA_TORCH"})
+#: Ours too, but read elsewhere: the software device, the scripts of the checkout, and the supervisor's mark on all that
+#: runs below it.
+_ELSEWHERE = frozenset({"SOFTGPU_ROOT", "VENV", "ALLOW_CUDA_TORCH", "SUPERVISED"})
 
 
 class Settings(Struct, frozen=True):

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,25 @@ def test_a_killed_engine_is_restarted_once_its_orphans_are_gone_and_its_device_i
     assert incident.dead_s <= incident.free_s
     http.client.sleep()
     assert http.client.is_sleeping()
+
+
+def test_a_server_that_ends_with_status_0_has_failed_too(http: HttpEngine) -> None:
+    """vLLM's API server ends so when its engine core has died."""
+    with pytest.raises(OSError):  # not by the control client, which would give the engine up by itself
+        urllib.request.urlopen(f"{http.url}/do?what=end", data=b"", timeout=DEADLINE_S)
+    wait_until(lambda: http.engine.generation == 2, "a second engine")
+    http.engine.wait_ready(DEADLINE_S)
+    (incident,) = http.incidents
+    assert (incident.cause, incident.exit_status, incident.restart) == (Cause.EXITED, 0, 1)
+    http.client.sleep()
+    assert http.client.is_sleeping()
+
+
+def test_a_command_without_a_health_check_is_done_when_it_ends_with_status_0() -> None:
+    incidents: list[Incident] = []
+    engine = SupervisedCommand(["true"], policy=FAST, used_bytes=no_devices, report=incidents.append)
+    assert engine.run() == 0
+    assert (engine.generation, incidents) == (1, [])
 
 
 def test_an_engine_without_healthy_answers_is_restarted(machine: SoftMachine) -> None:

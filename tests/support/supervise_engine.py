@@ -71,6 +71,8 @@ class Engine:
                 threading.Event().wait()
             case "exit":
                 os._exit(7)
+            case "end":
+                os._exit(0)
             case "sick":
                 self.healthy = False
             case "refuse":

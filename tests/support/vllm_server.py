@@ -12,48 +12,18 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from checkpoint_executor import procfs, status
+from checkpoint_executor import process_tree, procfs, status
 from tests.support.vllm_harness import EXECUTOR, PROMPT, VllmMachine
 from tests.support.vllm_waiting import DEADLINE_S, wait_until
 
-__all__ = ["Server"]
+__all__ = ["Client", "Server", "free_port", "serve_command", "server_environment"]
 
 
-class Server:
-    """``vllm serve`` in development mode."""
+class Client:
+    """Of the API server at a port of this machine."""
 
-    def __init__(self, machine: VllmMachine) -> None:
-        _write_tokenizer(machine.model)
-        self.machine = machine
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.log_path = machine.folder / "server.log"
-        command = ["vllm", "serve", str(machine.model), "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--served-model-name", "soft", "--load-format", "dummy", "--max-model-len", "512"]
-        command += ["--enable-sleep-mode", "--distributed-executor-backend", EXECUTOR, "--enable-server-load-tracking"]
-        # (The command line would spawn the rest as well; how workers start is another test's subject.)
-        environ = machine.environment(1, VLLM_SERVER_DEV_MODE="1", VLLM_WORKER_MULTIPROC_METHOD="fork")
-        # Forked, because this process has imported what a new one would import for 20 s.
-        self.process = multiprocessing.get_context("fork").Process(
-            target=_serve, args=(command, environ, self.log_path), name="api-server"
-        )
-        self.process.start()
-
-    def wait_ready(self) -> None:
-        def ready() -> bool:
-            assert self.process.is_alive(), self.log_path.read_text()[-4000:]
-            try:
-                return self.get("/health")[0] == 200
-            except OSError:
-                return False
-
-        wait_until(ready, "the server answers", 3 * DEADLINE_S)
-
-    @property
-    def status(self) -> status.Status:
-        (found,) = self.machine.statuses()
-        return found
+    def __init__(self, port: int) -> None:
+        self.port = port
 
     def get(self, path: str) -> tuple[int, Any]:
         return self._request(urllib.request.Request(self._url(path)))
@@ -90,6 +60,49 @@ class Server:
         except OSError:
             return True
 
+    def _url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
+
+    @staticmethod
+    def _request(request: urllib.request.Request) -> tuple[int, Any]:
+        try:
+            with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:
+                return reply.status, _decoded(reply.read())
+        except urllib.error.HTTPError as error:
+            return error.code, _decoded(error.read())
+
+
+class Server(Client):
+    """``vllm serve`` in development mode."""
+
+    def __init__(self, machine: VllmMachine) -> None:
+        super().__init__(free_port())
+        self.machine = machine
+        self.log_path = machine.folder / "server.log"
+        command = serve_command(machine, self.port)
+        # (The command line would spawn the rest as well; how workers start is another test's subject.)
+        environ = {**server_environment(machine), "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+        # Forked, because this process has imported what a new one would import for 20 s.
+        self.process = multiprocessing.get_context("fork").Process(
+            target=_serve, args=(command, environ, self.log_path), name="api-server"
+        )
+        self.process.start()
+
+    def wait_ready(self) -> None:
+        def ready() -> bool:
+            assert self.process.is_alive(), self.log_path.read_text()[-4000:]
+            try:
+                return self.get("/health")[0] == 200
+            except OSError:
+                return False
+
+        wait_until(ready, "the server answers", 3 * DEADLINE_S)
+
+    @property
+    def status(self) -> status.Status:
+        (found,) = self.machine.statuses()
+        return found
+
     def close(self) -> None:
         assert self.process.pid is not None
         pids = [self.process.pid]
@@ -105,16 +118,28 @@ class Server:
         for pid in pids:
             wait_until(lambda pid=pid: not procfs.is_alive(pid), f"{pid} is gone", 10)  # type: ignore[misc]
 
-    def _url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.port}{path}"
 
-    @staticmethod
-    def _request(request: urllib.request.Request) -> tuple[int, Any]:
-        try:
-            with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:
-                return reply.status, _decoded(reply.read())
-        except urllib.error.HTTPError as error:
-            return error.code, _decoded(error.read())
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def server_environment(machine: VllmMachine) -> dict[str, str]:
+    """What the server is to have in its environment."""
+    environ = machine.environment(1, VLLM_SERVER_DEV_MODE="1")
+    # As below a supervisor, which is how it should run.
+    return {**environ, process_tree.MARKER: "test"}
+
+
+def serve_command(machine: VllmMachine, port: int) -> list[str]:
+    """The command line of the server, whose model gets a tokenizer."""
+    _write_tokenizer(machine.model)
+    command = ["vllm", "serve", str(machine.model), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--served-model-name", "soft", "--load-format", "dummy", "--max-model-len", "512"]
+    command += ["--enable-sleep-mode", "--distributed-executor-backend", EXECUTOR, "--enable-server-load-tracking"]
+    return command
 
 
 def _serve(command: list[str], environ: dict[str, str], log_path: Path) -> None:

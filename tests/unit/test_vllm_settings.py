@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from checkpoint_executor import ConfigError
+from checkpoint_executor import ConfigError, process_tree
 from checkpoint_executor.vllm.settings import parse_settings
 from checkpoint_executor.vllm.versions import require_supported, version_note
 
@@ -60,7 +60,8 @@ def test_a_lock_timeout_beyond_its_stage_is_refused() -> None:
 
 
 def test_variables_of_other_parts_of_the_project_pass() -> None:
-    assert parse_settings({"CHECKPOINT_EXECUTOR_SOFTGPU_ROOT": "/x", "CHECKPOINT_EXECUTOR_VENV": ".v"})[1] == []
+    others = ("CHECKPOINT_EXECUTOR_SOFTGPU_ROOT", "CHECKPOINT_EXECUTOR_VENV", process_tree.MARKER)
+    assert parse_settings(dict.fromkeys(others, "x"))[1] == []
 
 
 @pytest.mark.parametrize("version", ["0.30.0", "0.27.1", "0.9.2"])

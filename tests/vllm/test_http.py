@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.vllm_harness import VllmMachine
 from tests.support.vllm_server import Server
-from tests.support.vllm_waiting import wait_until
+from tests.support.vllm_waiting import DEADLINE_S, wait_until
 
 #: The first test starts the server, which imports half of vLLM first.
 pytestmark = pytest.mark.timeout(240)
@@ -106,3 +106,6 @@ def test_a_dead_executor_shows_as_unhealthy(server: Server) -> None:
     os.kill(server.status.processes["worker 0"], signal.SIGKILL)
     wait_until(server.is_unhealthy, "the server is unhealthy or gone", 10)
     server.machine.assert_empty()
+    # Why a supervisor must not take status 0 for success.
+    server.process.join(DEADLINE_S)
+    assert server.process.exitcode == 0
