@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,11 +80,18 @@ class BackupMemory:
         self._thread = threading.Thread(target=prepare, name="backup-arena", daemon=True)
         self._thread.start()
 
-    def make_room(self, size_bytes: int) -> None:
-        """Have at least so many bytes free. Gets what is missing, and keeps it."""
+    def make_room(self, sizes_bytes: Sequence[int]) -> None:
+        """Have room for pieces of these sizes, taken in this order. Gets what is missing, and keeps it."""
         if self._thread is not None:
             self._thread.join()
-        missing = size_bytes - sum(chunk.free_bytes for chunk in self._chunks)
+        free = [chunk.free_bytes for chunk in self._chunks]
+        missing = 0
+        for size_bytes in sizes_bytes:
+            place = next((index for index, room in enumerate(free) if size_bytes <= room), None)
+            if place is None:
+                missing += aligned(size_bytes)
+            else:
+                free[place] -= aligned(size_bytes)
         if missing > 0:
             try:
                 self._grow(missing, torch.cuda.current_device())

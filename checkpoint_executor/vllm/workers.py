@@ -175,7 +175,9 @@ class WorkerSide:
         if self.call.arena:
             from checkpoint_executor.vllm import backend
 
-            backend.prepare_early()
+            model_config = self.worker.worker.vllm_config.model_config
+            # vLLM before 0.33 has no such option.
+            backend.prepare_early(getattr(model_config, "sleep_mode_offload_cudagraph", False))
         return {}
 
     def sleep(self) -> Figures:

@@ -170,13 +170,24 @@ def test_the_arena_is_got_once(bench: Bench) -> None:
 
 def test_memory_that_came_later_gets_an_arena_of_its_own(bench: Bench) -> None:
     bench.memory.allocate(bench.allocator, "weights", 1)
-    bench.module._memory.make_room(PIECE)
+    bench.module._memory.make_room([PIECE])
     later = bench.memory.allocate(bench.allocator, "weights", 2, 3 * PIECE)
     bench.backend.suspend(level=1)
     assert all(bench.in_arena(address) for address in bench.backups())
     assert len(Arena.made) == 2
     bench.backend.resume(None)
     assert bench.memory.contents(later) == {2}
+
+
+def test_what_fits_into_no_arena_gets_one_although_there_are_as_many_bytes(bench: Bench) -> None:
+    bench.module._memory.make_room([PIECE])
+    bench.module._memory.make_room([PIECE, PIECE])
+    assert [arena.capacity_bytes for arena in Arena.made] == [PIECE, PIECE]
+    larger = bench.memory.allocate(bench.allocator, "weights", 3, 2 * PIECE)
+    bench.backend.suspend(level=1)
+    assert all(bench.in_arena(address) for address in bench.backups())
+    bench.backend.resume(None)
+    assert bench.memory.contents(larger) == {3}
 
 
 def test_cumem_serves_itself_where_the_arena_cannot(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +236,21 @@ def test_the_arena_is_made_ahead_by_a_thread(bench: Bench, monkeypatch: pytest.M
     assert [arena.capacity_bytes for arena in Arena.made] == [4 * PIECE]
     bench.backend.suspend(level=1)
     assert len(Arena.made) == 1
+
+
+def test_graphs_that_are_captured_later_find_room(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    backup_memory = sys.modules["checkpoint_executor.vllm.backup_memory"]
+    modes = types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
+    monkeypatch.setattr(backup_memory, "bindings", lambda: types.SimpleNamespace(CUstreamCaptureMode=modes))
+    monkeypatch.setattr(backup_memory, "call", lambda *args: None)
+    monkeypatch.setattr(bench.module, "_GRAPH_POOLS_BYTES", 2 * PIECE)
+    bench.memory.allocate(bench.allocator, "weights", 1)
+    bench.module.prepare_early(offload_graphs=True)
+    graphs = bench.memory.allocate(bench.allocator, "cudagraph", 5, 2 * PIECE)
+    bench.backend.suspend(level=1)
+    assert [arena.capacity_bytes for arena in Arena.made] == [3 * PIECE]
+    bench.backend.resume(None)
+    assert bench.memory.contents(graphs) == {5}
 
 
 # What is not copied again
