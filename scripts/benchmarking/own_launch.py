@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from checkpoint_executor import CUDACheckpointExecutor, CycleReport, procfs
 from checkpoint_executor.tags import KV_CACHE, WEIGHTS
@@ -21,10 +21,9 @@ from scripts.benchmarking.ballast import BallastWorker
 from scripts.benchmarking.launch import Teller
 from scripts.benchmarking.machine import open_driver, rss_bytes, target_of, used_bytes
 from scripts.benchmarking.verbs import DriverAlone
+from scripts.benchmarking.way import Rates, Way, gb_s
 
 __all__ = ["run"]
-
-Rates = dict[str, list[float]]
 
 
 def run(spec: Spec, tell: Teller) -> None:
@@ -48,7 +47,7 @@ def run(spec: Spec, tell: Teller) -> None:
                 tell.cycle(number=number, **_cycle(spec, executor, way))
 
 
-def _cycle(spec: Spec, executor: CUDACheckpointExecutor, way: _Way) -> dict[str, Any]:
+def _cycle(spec: Spec, executor: CUDACheckpointExecutor, way: Way) -> dict[str, Any]:
     if not spec.keep_weights:
         executor.collective_rpc("touch_weights")
     expected = _bits(executor)
@@ -105,32 +104,17 @@ def _killed_after_an_error(pids: Mapping[str, int]) -> Iterator[None]:
 # -- the ways ------------------------------------------------------------------------------------
 
 
-class _Way(Protocol):
-    def down(self) -> None: ...
-
-    def up(self) -> None: ...
-
-    def states(self) -> list[str]:
-        """By rank, in words, while asleep."""
-        ...
-
-    def rates(self, moved_bytes: Sequence[int]) -> Rates:
-        """Of the last cycle, by rank, GB/s; empty where nothing was copied.
-
-        Args:
-            moved_bytes: by how much each device's reading went down.
-        """
-        ...
-
-
-def _way(spec: Spec, executor: CUDACheckpointExecutor) -> _Way:
+def _way(spec: Spec, executor: CUDACheckpointExecutor) -> Way:
     match spec.arm:
         case "nothing":
             return _Nothing(executor)
         case "allocator" | "allocator+nccl":
             return _Allocator(executor, suspend=spec.arm == "allocator+nccl")
         case "driver":
-            return _Driver(spec, executor)
+            if spec.communication == "suspend" and spec.ranks > 1:
+                raise ValueError("peer memory is mapped: the driver's restore would fail for ever")
+            targets = [target_of(rank, executor.pids[f"worker {rank}"]) for rank in range(spec.ranks)]
+            return DriverAlone(open_driver(spec.device, spec.soft_root), targets)
         case "all":
             return _Everything(executor)
         case unknown:
@@ -162,6 +146,7 @@ class _Allocator:
     def __init__(self, executor: CUDACheckpointExecutor, *, suspend: bool) -> None:
         self._executor = executor
         self._suspend = suspend
+        #: By rank, seconds and bytes.
         self._down: list[tuple[float, int]] = []
         self._up: list[tuple[float, int]] = []
 
@@ -176,32 +161,8 @@ class _Allocator:
 
     def rates(self, moved_bytes: Sequence[int]) -> Rates:
         del moved_bytes
-        return {"copy_down_gb_s": _rates(self._down), "copy_up_gb_s": _rates(self._up)}
-
-
-class _Driver:
-    """The four verbs alone. Its rates are of everything that left the device, not of the weights alone."""
-
-    def __init__(self, spec: Spec, executor: CUDACheckpointExecutor) -> None:
-        if spec.communication == "suspend" and spec.ranks > 1:
-            raise ValueError("peer memory is mapped: the driver's restore would fail for ever")
-        targets = [target_of(rank, executor.pids[f"worker {rank}"]) for rank in range(spec.ranks)]
-        self._verbs = DriverAlone(open_driver(spec.device, spec.soft_root), targets)
-
-    def down(self) -> None:
-        self._verbs.down()
-
-    def up(self) -> None:
-        self._verbs.up()
-
-    def states(self) -> list[str]:
-        return self._verbs.states()
-
-    def rates(self, moved_bytes: Sequence[int]) -> Rates:
-        return {
-            "copy_down_gb_s": _rates(list(zip(self._verbs.checkpoint_s, moved_bytes, strict=True))),
-            "copy_up_gb_s": _rates(list(zip(self._verbs.restore_s, moved_bytes, strict=True))),
-        }
+        both = (("copy_down_gb_s", self._down), ("copy_up_gb_s", self._up))
+        return {name: gb_s([s for s, _ in ranks], [size for _, size in ranks]) for name, ranks in both}
 
 
 class _Everything:
@@ -230,19 +191,10 @@ class _Everything:
 
 
 def _stage_rates(report: CycleReport | None, stage: str, figure: str) -> list[float]:
-    found = [one for one in report.stages if one.name == stage] if report is not None else []
-    return [
-        rate
-        for one in found
-        for rate in _rates([(s, f.get(figure, 0)) for s, f in zip(one.ranks, one.figures, strict=False)])
-    ]
-
-
-def _rates(ranks: Sequence[Sequence[float]]) -> list[float]:
-    """GB/s by rank of (seconds, bytes); of all ranks or of none."""
-    if any(size <= 0 or seconds <= 0 for seconds, size in ranks):
-        return []
-    return [size / seconds / 1e9 for seconds, size in ranks]
+    for one in report.stages if report is not None else ():
+        if one.name == stage:
+            return gb_s(one.ranks, [figures.get(figure, 0) for figures in one.figures])
+    return []
 
 
 # -- in the worker -------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from checkpoint_executor import demo
 from scripts import gpu_vllm
@@ -17,6 +17,7 @@ from scripts.benchmarking.ballast import plain_copy_gb_s
 from scripts.benchmarking.launch import Teller
 from scripts.benchmarking.machine import open_driver, rss_bytes, target_of, used_bytes
 from scripts.benchmarking.verbs import DriverAlone
+from scripts.benchmarking.way import Rates, Way, gb_s
 
 __all__ = ["engine_options", "environment", "part_of", "run"]
 
@@ -83,7 +84,7 @@ def run(spec: Spec, tell: Teller) -> None:
             rss_before_bytes=rss_before,
             rss_asleep_bytes=rss_asleep,
             states=states,
-            **way.rates(down_s, up_s, [before - after for before, after in zip(awake, asleep, strict=True)]),
+            **way.rates([before - after for before, after in zip(awake, asleep, strict=True)]),
             identical=_bits(engine) == expected,
         )
 
@@ -102,25 +103,7 @@ def _bits(engine: gpu_vllm.Engine) -> tuple[Any, Any]:
 # -- the ways ------------------------------------------------------------------------------------
 
 
-class _Way(Protocol):
-    def down(self) -> None: ...
-
-    def up(self) -> None: ...
-
-    def states(self) -> list[str]:
-        """By rank, in words, while asleep."""
-        ...
-
-    def rates(self, down_s: float, up_s: float, moved_bytes: Sequence[int]) -> dict[str, list[float]]:
-        """Of the last cycle, by rank, GB/s.
-
-        Args:
-            down_s, up_s: whole calls. moved_bytes: by how much each device's reading went down.
-        """
-        ...
-
-
-def _way(spec: Spec, engine: gpu_vllm.Engine, pids: Sequence[int]) -> _Way:
+def _way(spec: Spec, engine: gpu_vllm.Engine, pids: Sequence[int]) -> Way:
     match spec.arm:
         case "nothing":
             return _Nothing(engine, spec.ranks)
@@ -128,7 +111,7 @@ def _way(spec: Spec, engine: gpu_vllm.Engine, pids: Sequence[int]) -> _Way:
             if spec.ranks > 1:
                 raise ValueError("peer memory is mapped: the driver's restore would fail for ever")
             # Only now: an engine that is forked by a process with an open driver is not what a user has.
-            return _Driver(DriverAlone(open_driver(spec.device, spec.soft_root), [target_of(0, pids[0])]))
+            return DriverAlone(open_driver(spec.device, spec.soft_root), [target_of(0, pids[0])])
         case _:
             return _Sleep(engine, "checkpointed" if spec.arm == "all" else "asleep")
 
@@ -148,8 +131,8 @@ class _Nothing:
     def states(self) -> list[str]:
         return ["awake"] * self._ranks
 
-    def rates(self, down_s: float, up_s: float, moved_bytes: Sequence[int]) -> dict[str, list[float]]:
-        del down_s, up_s, moved_bytes
+    def rates(self, moved_bytes: Sequence[int]) -> Rates:
+        del moved_bytes
         return {}
 
 
@@ -164,51 +147,28 @@ class _Sleep:
         self._engine = engine
         self._state = state
         self._weights_bytes: list[int] = engine.llm.collective_rpc(parameter_bytes)
+        self._down_s = self._up_s = 0.0
 
     def down(self) -> None:
-        self._engine.llm.sleep(level=1)
+        self._down_s, _ = gpu_vllm.timed(lambda: self._engine.llm.sleep(level=1))
 
     def up(self) -> None:
-        self._engine.llm.wake_up()
+        self._up_s, _ = gpu_vllm.timed(self._engine.llm.wake_up)
 
     def states(self) -> list[str]:
         if not self._engine.llm.llm_engine.is_sleeping():
             raise RuntimeError("the engine says that it is awake after its sleep")
         return [self._state] * len(self._weights_bytes)
 
-    def rates(self, down_s: float, up_s: float, moved_bytes: Sequence[int]) -> dict[str, list[float]]:
+    def rates(self, moved_bytes: Sequence[int]) -> Rates:
         del moved_bytes
         ranks = len(self._weights_bytes)
-        seconds = {"worker_sleep": [down_s] * ranks, "worker_wake": [up_s] * ranks}
+        seconds = {"worker_sleep": [self._down_s] * ranks, "worker_wake": [self._up_s] * ranks}
         for entry in gpu_vllm.cycle_log()[-2:]:
             seconds |= {stage["name"]: stage["ranks"] for stage in entry["stages"] if stage["name"] in seconds}
         return {
-            name: [size / elapsed_s / 1e9 for size, elapsed_s in zip(self._weights_bytes, seconds[stage], strict=True)]
+            name: gb_s(seconds[stage], self._weights_bytes)
             for name, stage in (("copy_down_gb_s", "worker_sleep"), ("copy_up_gb_s", "worker_wake"))
-        }
-
-
-class _Driver:
-    """The four verbs on vLLM's one worker. The rates are of everything that left the device."""
-
-    def __init__(self, verbs: DriverAlone) -> None:
-        self._verbs = verbs
-
-    def down(self) -> None:
-        self._verbs.down()
-
-    def up(self) -> None:
-        self._verbs.up()
-
-    def states(self) -> list[str]:
-        return self._verbs.states()
-
-    def rates(self, down_s: float, up_s: float, moved_bytes: Sequence[int]) -> dict[str, list[float]]:
-        del down_s, up_s
-        (moved,) = moved_bytes
-        return {
-            "copy_down_gb_s": [moved / seconds / 1e9 for seconds in self._verbs.checkpoint_s],
-            "copy_up_gb_s": [moved / seconds / 1e9 for seconds in self._verbs.restore_s],
         }
 
 

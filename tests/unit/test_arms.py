@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from checkpoint_executor.driver_states import ProcessState
 from scripts import bench_cycle, gpu_vllm
 from scripts.benchmarking import comparison, vllm_launch
 from scripts.benchmarking.arms import ARMS, FRONT_DOORS, Arm, Spec, order, plan, summarise
@@ -329,19 +330,26 @@ class Listener:
         self.turns += 1
 
 
-class FakeVerbs:
-    """Checkpoints of half a second."""
+class FakeDriver:
+    """Verbs that take no time to speak of, and do what they are to do."""
 
-    checkpoint_s, restore_s = [0.5], [0.25]
+    def __init__(self) -> None:
+        self.state = ProcessState.RUNNING
 
-    def __init__(self, *_: object) -> None: ...
+    def lock(self, target: object, timeout_ms: int) -> None:
+        self.state = ProcessState.LOCKED
 
-    def down(self) -> None: ...
+    def checkpoint(self, target: object) -> None:
+        self.state = ProcessState.CHECKPOINTED
 
-    def up(self) -> None: ...
+    def restore(self, target: object) -> None:
+        self.state = ProcessState.LOCKED
 
-    def states(self) -> list[str]:
-        return ["checkpointed"]
+    def unlock(self, target: object) -> None:
+        self.state = ProcessState.RUNNING
+
+    def get_state(self, target: object) -> ProcessState:
+        return self.state
 
 
 @pytest.fixture
@@ -351,9 +359,8 @@ def engine_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_vllm, "Engine", FakeEngine)
     monkeypatch.setattr(vllm_launch, "used_bytes", lambda device, root, ranks: next(readings)[:ranks])
     monkeypatch.setattr(vllm_launch, "rss_bytes", lambda pid: 7)
-    monkeypatch.setattr(vllm_launch, "open_driver", lambda device, root: None)
+    monkeypatch.setattr(vllm_launch, "open_driver", lambda device, root: FakeDriver())
     monkeypatch.setattr(vllm_launch, "target_of", lambda rank, pid: None)
-    monkeypatch.setattr(vllm_launch, "DriverAlone", FakeVerbs)
 
 
 @pytest.mark.usefixtures("engine_without_gpu")
