@@ -443,11 +443,14 @@ def comparison(runs: Sequence[Run]) -> bytes:
             if name == "sleep" and at in firsts:
                 first, mark = firsts[at], {"color": _SLEEP, "markerfacecolor": _PAPER, "markersize": 5.0}
                 left.plot(min(first, edge * 1.08), y, "D" if first <= edge else ">", **mark)
-                if first > edge or first - end > 0.15 * edge:
+                # Left of its mark where both texts have room between the range and the mark, else right of it.
+                before = first > edge or first - end > 0.34 * edge
+                if before or 0.15 * edge < first - end and first < 0.9 * edge:
                     text = f"the first: {_seconds(first)}"
-                    style: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": 8, "color": _SLEEP}
+                    side: dict[str, Any] = {"ha": "right" if before else "left", "xytext": (-6 if before else 6, 0)}
+                    style: dict[str, Any] = {"va": "center", "fontsize": 8, "color": _SLEEP}
                     place = min(first, edge * 1.08), y
-                    left.annotate(text, place, (-6, 0), textcoords="offset points", **style)
+                    left.annotate(text, place, textcoords="offset points", **side, **style)
                 else:
                     end = max(end, first)  # the text goes beyond the mark
             style = {"va": "center", "fontsize": 8, "color": _INK}

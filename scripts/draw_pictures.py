@@ -98,7 +98,8 @@ PICTURES = (
         (
             f"{TWO}/vllm/first/all-0.6b-tp1.json#stock-0.6b-tp1",
             f"{TWO}/vllm/second/all-0.6b-tp1.json#ours-0.6b-tp1",
-            f"{TWO}/vllm/first/all-8b-tp1.json#ours-8b-tp1",
+            f"{TWO}/vllm/third/all-8b-tp1.json#stock-8b-tp1",
+            f"{TWO}/vllm/third/all-8b-tp1.json#ours-8b-tp1",
             f"{TWO}/vllm/second/all-tp2.json#ours-0.6b-tp2",
             f"{TWO}/vllm/second/all-tp2.json#stock-8b-tp2",
             f"{TWO}/vllm/second/all-tp2.json#ours-8b-tp2",
@@ -106,6 +107,7 @@ PICTURES = (
         (
             "stock, 0.6B, TP=1",
             "ours, 0.6B, TP=1",
+            "stock, 8B, TP=1",
             "ours, 8B, TP=1",
             "ours, 0.6B, TP=2",
             "stock, 8B, TP=2",
@@ -116,7 +118,7 @@ PICTURES = (
     Picture(
         "timeline-vllm-8b-tp1",
         one(report_pictures.timeline),
-        (f"{ONE}/vllm-first-look/ours-8b-tp1.cycles.jsonl",),
+        (f"{TWO}/vllm/third/ours-8b-tp1.cycles.jsonl",),
         ("vLLM 0.33.0, Qwen3 8B dimensions, TP=1",),
     ),
 )
