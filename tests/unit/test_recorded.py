@@ -278,6 +278,10 @@ def test_a_soak_that_contradicts_itself_is_remarked() -> None:
     ]
 
 
+#: Runs that are committed although something of them failed; docs/measurements says what.
+_WENT_WRONG = {"arms-vllm-0.6b-tp1.json"}
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -292,7 +296,7 @@ def test_a_soak_that_contradicts_itself_is_remarked() -> None:
 def test_what_is_committed_can_be_read(path: Path) -> None:
     run = recorded.read(path.name, path.read_bytes())
     assert run.cycles or run.ways
-    assert run.good is not False
+    assert (run.good is False) == (path.name in _WENT_WRONG)
 
 
 # -- broken files --------------------------------------------------------------------------------
