@@ -445,7 +445,7 @@ def comparison(runs: Sequence[Run]) -> bytes:
                 left.plot(min(first, edge * 1.08), y, "D" if first <= edge else ">", **mark)
                 # Left of its mark where both texts have room between the range and the mark, else right of it.
                 before = first > edge or first - end > 0.34 * edge
-                if before or 0.15 * edge < first - end and first < 0.9 * edge:
+                if before or (0.15 * edge < first - end and first < 0.9 * edge):
                     text = f"the first: {_seconds(first)}"
                     side: dict[str, Any] = {"ha": "right" if before else "left", "xytext": (-6 if before else 6, 0)}
                     style: dict[str, Any] = {"va": "center", "fontsize": 8, "color": _SLEEP}
