@@ -26,6 +26,7 @@ import msgspec
 import vllm
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -459,6 +460,7 @@ class CUDACheckpointExecutor(MultiprocExecutor):  # type: ignore[misc, unused-ig
             # Said before vLLM closes the death pipes, so that the workers' exits are expected. Asleep it would kill at
             # once, which vLLM's monitor must not see before it knows of the shutdown.
             self._closing = control.submit(ShutdownRequested).future
+        _keep_queues(self)
         super().shutdown()
 
     def _ensure_worker_termination(self, worker_procs: list[Any]) -> None:
@@ -484,6 +486,22 @@ class CUDACheckpointExecutor(MultiprocExecutor):  # type: ignore[misc, unused-ig
         if self._control is None or self._owner_pid != os.getpid():
             raise InvalidRequestError("the executor is not running in this process")
         return self._control
+
+
+#: Of executors that were shut down, on a vLLM that cannot let go of them.
+_kept_queues: list[Any] = []
+
+
+def _keep_queues(executor: MultiprocExecutor) -> None:
+    """Keep the message queues until the process ends, before vLLM 0.33.
+
+    There the garbage collector ends their zmq contexts with sockets that still want to send: to workers that are dead
+    that takes for ever, and EngineCore, which collects as it shuts down, would never end.
+    """
+    if not hasattr(MessageQueue, "_close_zmq_on_collect"):
+        _kept_queues.append(getattr(executor, "rpc_broadcast_mq", None))
+        _kept_queues.extend(getattr(executor, "response_mqs", None) or ())
+        _kept_queues.extend(worker.worker_response_mq for worker in getattr(executor, "workers", None) or ())
 
 
 def _summary(report: CycleReport) -> str:
