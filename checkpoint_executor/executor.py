@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,6 +89,7 @@ class CUDACheckpointExecutor:
         worker_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        _refuse_nesting()
         self.config = configuration.parse({"tensor_parallel_size": tensor_parallel_size, **options})
         self.device_kind = detect_device_kind() if self.config.device == "auto" else self.config.device
         for warning in configuration.validate(self.config, os.environ, self.device_kind):
@@ -389,6 +391,25 @@ def _end(control: Control, owner_pid: int) -> None:
     except (CheckpointExecutorError, FutureTimeout):
         pass  # failed before, or shut down: there is nothing left to end, or it cannot be ended
     control.join(2 * control.config.deadlines.reap_s)
+
+
+def _refuse_nesting() -> None:
+    """A worker or the helper imports what the user's script imports, and perhaps the script itself. If that built an
+    executor, its children would do the same, and theirs, without end.
+
+    Raises:
+        ConfigError: this is a worker or the helper of an executor.
+    """
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is not None and spec.name in (
+        "checkpoint_executor.workers.__main__",
+        "checkpoint_executor.helper.__main__",
+    ):
+        message = (
+            "an executor is being built in a worker or the helper of another one, where a module of yours is imported "
+            'that builds one at import. Put that below `if __name__ == "__main__":`. Nothing was started here'
+        )
+        raise ConfigError(message, problems=(message,))
 
 
 class _OwnWorkers:

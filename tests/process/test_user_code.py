@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from tests.support.executor_harness import SoftMachine, run_script
+from tests.support.executor_harness import DEADLINE_S, REPOSITORY, SoftMachine, run_script
 
 WORKER = '''
 from checkpoint_executor import CUDACheckpointExecutor
@@ -75,6 +78,30 @@ def test_a_worker_defined_in_the_users_script_works(machine: SoftMachine, tmp_pa
 def test_a_script_without_a_main_guard_is_not_run_again_in_the_workers(machine: SoftMachine, tmp_path: Path) -> None:
     script = write(tmp_path, "print('begun', flush=True)", options(machine), WORKER, USE)
     assert run_script(script) == (0, "begun\ndone\n", "")
+
+
+def test_a_module_that_builds_an_executor_at_import_is_refused_in_the_workers(
+    machine: SoftMachine, tmp_path: Path
+) -> None:
+    """Each worker would start workers of its own, and these again, until nothing is left of the machine."""
+    (tmp_path / "unguarded.py").write_text(
+        # (Ends by itself after a few generations, should it not be refused.)
+        "import os\n"
+        "os.environ['DEPTH'] = str(int(os.environ.get('DEPTH', 0)) + 1)\n"
+        "assert int(os.environ['DEPTH']) < 4, 'it was not refused'\n"
+        "from checkpoint_executor import CUDACheckpointExecutor\n"
+        f"CUDACheckpointExecutor('unguarded:Policy', device='soft', soft_root={str(machine.root)!r})\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", "import unguarded"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(REPOSITORY)))},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert result.returncode == 1
+    assert "an executor is being built in a worker or the helper of another one" in result.stderr
 
 
 @pytest.mark.parametrize("namespace", ["vars(__import__('__main__'))", "{'__name__': '__main__'}"])
