@@ -228,6 +228,13 @@ def read_all(source: str, data: bytes) -> tuple[Run, ...]:
     document = _document(source, data)
     if _are_parts(document):
         return tuple(_part_of_all(f"{source}#{name}", name, facts) for name, facts in document.items())
+    if _is_log(document):
+        # Executors may share the file, and one that was started again goes on in it.
+        by_pid: dict[str, list[Any]] = {}
+        for entry in document:
+            by_pid.setdefault(str(entry.get("pid")), []).append(entry)
+        if len(by_pid) > 1:
+            return tuple(_run(f"{source}#pid {pid}", entries) for pid, entries in by_pid.items())
     return (_run(source, document),)
 
 
@@ -406,11 +413,12 @@ class _Arms(_Written):
 
 
 class _LogEntry(Struct):
-    """One line of ``CHECKPOINT_EXECUTOR_LOG``."""
+    """One line of ``CHECKPOINT_EXECUTOR_LOG``: an operation, or an ``error`` and none of its times."""
 
     operation: str
-    wall_s: float
-    stages: tuple[Stage, ...]
+    wall_s: float = 0.0
+    stages: tuple[Stage, ...] = ()
+    error: str = ""
     performed: bool = True
     time: float | None = None
     device_bytes_before: tuple[int, ...] = ()
@@ -781,6 +789,8 @@ def _part_of_all(source: str, name: str, facts: dict[str, Any]) -> Run:
 def _cycle_log(source: str, entries: tuple[_LogEntry, ...]) -> Run:
     cycles = _log_cycles(entries)
     ranks = max((len(stage.ranks) for entry in entries for stage in entry.stages), default=1)
+    errors = [f"{entry.operation}: {entry.error}" for entry in entries if entry.error]
+    counted = ", ".join(f"{error} ({errors.count(error)})" for error in dict.fromkeys(errors))
     return Run(
         source,
         "cycle log",
@@ -790,6 +800,7 @@ def _cycle_log(source: str, entries: tuple[_LogEntry, ...]) -> Run:
         remarks=(
             "a log of sleeps and wakes alone: it says neither what ran nor whether the answers stayed the same",
             "device bytes are the whole reading: what an empty device has is not in the log",
+            *([f"refused or failed, and not counted here: {counted}"] if errors else []),
         ),
     )
 
@@ -939,7 +950,7 @@ def _log_cycles(entries: Iterable[_LogEntry]) -> list[Cycle]:
         )
 
     for entry in entries:
-        if not entry.performed:
+        if not entry.performed or entry.error:
             continue
         if entry.operation == "sleep":
             close()
@@ -1038,8 +1049,11 @@ def _are_parts(document: Any) -> bool:
 
 
 def _is_log(document: Any) -> bool:
-    entry = _has("operation", "stages", "wall_s")
-    return isinstance(document, list) and bool(document) and all(map(entry, document))
+    return isinstance(document, list) and bool(document) and all(map(_is_log_line, document))
+
+
+def _is_log_line(document: Any) -> bool:
+    return any(_has("operation", *others)(document) for others in (("stages", "wall_s"), ("error", "executor_alive")))
 
 
 _FORMATS = (
@@ -1053,7 +1067,7 @@ _FORMATS = (
     _Format("a log of CHECKPOINT_EXECUTOR_LOG", _is_log, tuple[_LogEntry, ...], _cycle_log),
     _Format(
         "a line of CHECKPOINT_EXECUTOR_LOG",
-        _has("operation", "stages", "wall_s"),
+        _is_log_line,
         _LogEntry,
         lambda source, entry: _cycle_log(source, (entry,)),
     ),

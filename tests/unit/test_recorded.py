@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from checkpoint_executor import recorded
+from checkpoint_executor import ConfigError, FatalError, recorded
 from checkpoint_executor.recorded import Run, UnreadableRunError
+from checkpoint_executor.status import CycleLog
 from tests.support import recorded_runs as runs
 
 _MEASUREMENTS = Path(__file__).resolve().parents[2] / "docs" / "measurements"
@@ -208,6 +210,27 @@ def test_a_cycle_log_is_json_lines_or_one_line() -> None:
     assert [(cycle.sleep_s, cycle.asleep_bytes) for cycle in run.cycles] == [(1.0, (3 * MIB,))] * 2
     # A sleep that nobody woke from is no cycle yet.
     assert recorded.read("log.jsonl", lines.splitlines()[0]).cycles == ()
+
+
+def test_a_log_may_hold_operations_that_were_refused_or_failed(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log = CycleLog(str(path))
+    log.error("sleep", ConfigError("level 2 is not supported"))
+    path.write_text(
+        path.read_text() + "\n".join(json.dumps({**entry, "pid": os.getpid()}) for entry in runs.log()) + "\n"
+    )
+    log.error("wake", FatalError("lost"))
+    run = recorded.read(path.name, path.read_bytes())
+    assert [cycle.number for cycle in run.cycles] == [1, 2]
+    assert run.remarks[-1] == "refused or failed, and not counted here: sleep: ConfigError (1), wake: FatalError (1)"
+
+
+def test_a_log_of_several_executors_is_several_runs() -> None:
+    """Two that share a file, whose sleeps and wakes alternate."""
+    entries = [{**entry, "pid": pid} for entry in runs.log(cycles=2) for pid in (7, 8)]
+    found = recorded.read_all("log.jsonl", "\n".join(map(json.dumps, entries)).encode())
+    assert [run.source for run in found] == ["log.jsonl#pid 7", "log.jsonl#pid 8"]
+    assert [[(cycle.wake_s, cycle.partial) for cycle in run.cycles] for run in found] == [[(1.0, False)] * 2] * 2
 
 
 def test_a_log_skips_what_did_nothing_and_joins_a_wake_by_tag() -> None:
