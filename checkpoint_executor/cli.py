@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from checkpoint_executor import __version__
+from checkpoint_executor.errors import ConfigError
 
 if TYPE_CHECKING:
     from checkpoint_executor.demo import Cycle, DemoReport
@@ -34,7 +37,7 @@ __all__ = ["main"]
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 #: More cycles than this are summed up instead of having a column each.
-_MAX_CYCLE_COLUMNS = 6
+_MAX_CYCLE_COLUMNS = 4
 
 #: Narrow: four columns of times fit into 80 characters.
 _TABLE_STYLE: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE_HEAD, "pad_edge": False}
@@ -48,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(args)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except ConfigError as error:
+        # What the user can set right says how by itself; a traceback would only hide it.
+        Console(stderr=True).print(f"checkpoint-executor: {error}", style="red", markup=False, soft_wrap=True)
+        return EXIT_USAGE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,7 +76,12 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
         "write: no worker is called, so it answers while they are checkpointed. Exit status 0, also if there is none."
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--runtime-dir", metavar="DIR", help="where they make their directories (default: as they do)")
+    parser.add_argument(
+        "--runtime-dir",
+        metavar="DIR",
+        default=os.environ.get("CHECKPOINT_EXECUTOR_RUNTIME_DIR") or None,
+        help="where they make their directories (default: CHECKPOINT_EXECUTOR_RUNTIME_DIR, or as they do)",
+    )
     parser.set_defaults(run=_status)
 
 
@@ -95,7 +107,8 @@ def _status(args: argparse.Namespace) -> int:
             ", ".join(status.sleeping) or "-",
             f"{report.operation} {report.wall_s:.2f} s" if report else "-",
         )
-    out.print(table if found else "no executor of this user is running")
+    where = escape(args.runtime_dir or tempfile.gettempdir())
+    out.print(table if found else f"no executor of this user is running below {where}")
     return EXIT_OK
 
 

@@ -22,14 +22,19 @@ _LONGEST_NAME = len("/rendezvous/000000000000000000000000")
 _count = itertools.count()
 
 
-def user_directory(base: str | None = None) -> Path:
+def user_directory(base: str | None = None, *, make: bool = True) -> Path:
     """The user's own 0700 directory below ``base`` (by default the temporary directory).
 
+    Args:
+        make: whether to make it if it is not there; a reader does not.
+
     Raises:
-        ConfigError: it exists and is not ours, or is open to others.
+        ConfigError: it cannot be made, or exists and is not ours, or is open to others.
     """
     # Absolute, because the caller may change folders before it is removed.
     path = Path(base or tempfile.gettempdir()).absolute() / f"checkpoint-executor-{os.getuid()}"
+    if not make and not path.exists():
+        return path
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.lstat()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from http.client import HTTPException
 from typing import TYPE_CHECKING
 
-from checkpoint_executor.errors import CheckpointExecutorError, FatalError
+from checkpoint_executor.errors import CheckpointExecutorError, ConfigError, FatalError
 from checkpoint_executor.incidents import Cause, restarted, within
 
 if TYPE_CHECKING:
@@ -139,7 +139,17 @@ class ControlClient:
 
 
 def url_probe(url: str, timeout_s: float) -> Callable[[], bool]:
-    """A health check: whether the URL answers with a status of success."""
+    """A health check: whether the URL answers with a status of success.
+
+    Raises:
+        ConfigError: it is no URL of HTTP. Asking it would fail for ever, as if the engine were never well.
+    """
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(
+            f"health {url!r} is not a URL such as http://localhost:8000/health. Nothing was started",
+            problems=(f"health {url!r} is not a URL of HTTP",),
+        )
     return lambda: _open("GET", url, timeout_s)[0] < 400
 
 

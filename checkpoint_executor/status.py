@@ -101,7 +101,8 @@ def read_all(base: str | None = None) -> list[Status]:
         ConfigError: the user's directory is not ours alone.
     """
     found = []
-    for path in sorted(directories.user_directory(base).iterdir()):
+    folder = directories.user_directory(base, make=False)
+    for path in sorted(folder.iterdir()) if folder.exists() else ():
         pid, _, rest = path.name.partition("-")
         started, _, _ = rest.partition("-")
         if not (pid.isdigit() and started.isdigit() and procfs.is_alive(int(pid), int(started))):

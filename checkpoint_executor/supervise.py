@@ -461,7 +461,7 @@ class SupervisedCommand:
         health: a URL that answers 200, or a function that returns True, while the engine is well. A command that has
             one is a server: it fails when it gives no good answer, and when it ends, whatever its status (vLLM 0.33's
             API server ends with status 0 when its engine core has died). Without one it fails when it ends with a
-            status other than 0, and with 0 it is done.
+            status other than 0, and with 0 it is done. ConfigError if it is no URL of HTTP.
         health_timeout_s: an engine without a healthy answer for so long has failed.
         probe_interval_s: pause between two probes.
         name, policy, used_bytes, report: as for :class:`Supervised`. environ, cwd: of the command.

@@ -19,6 +19,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 
 from checkpoint_executor.errors import ConfigError, FatalError
@@ -96,7 +97,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--timeout-s", type=positive, help="longest time without a good answer (60; needs a URL)")
     parser.add_argument("--start-timeout-s", type=positive, default=default.start_s, help="until its first good answer")
     parser.add_argument("--probe-interval-s", type=positive, default=1.0)
-    parser.add_argument("--max-restarts", type=int, default=default.max_restarts, help="within the window")
+    parser.add_argument("--max-restarts", type=count, default=default.max_restarts, help="within the window")
     parser.add_argument("--window-s", type=positive, default=default.window_s)
     parser.add_argument("--backoff-s", type=positive, default=default.backoff_s, help="before the first; doubles")
     parser.add_argument("--backoff-max-s", type=positive, default=default.backoff_max_s)
@@ -114,7 +115,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("there is no COMMAND; put it behind --")
     if options.timeout_s is not None and options.health_url is None:
         parser.error("--timeout-s needs --health-url: without it there is nothing to time")
+    if options.incidents and not Path(options.incidents).absolute().parent.is_dir():
+        parser.error(f"--incidents {options.incidents}: there is no such folder")
     return options
+
+
+def count(text: str) -> int:
+    """How many times."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, not {text}")
+    return value
 
 
 def positive(text: str) -> float:

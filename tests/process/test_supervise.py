@@ -250,6 +250,12 @@ def test_a_command_without_a_health_check_is_done_when_it_ends_with_status_0() -
     assert (engine.generation, incidents) == (1, [])
 
 
+@pytest.mark.parametrize("url", ["localhost:8000/health", "http:///health", "/health", ""])
+def test_what_is_no_url_is_refused_and_not_taken_for_an_engine_that_is_ill(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not a URL such as"):
+        SupervisedCommand(["true"], health=url)
+
+
 def test_an_engine_without_healthy_answers_is_restarted(machine: SoftMachine) -> None:
     http = HttpEngine(machine, health_timeout_s=0.2)
     with http.engine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -259,3 +260,21 @@ def test_every_problem_is_listed() -> None:
     text = shown(make_report(passed=False, cycles=(), problems=("the first [thing]", "the second")))
     assert "FAILED" in text
     assert "  - the first [thing]\n  - the second\n" in text
+
+
+# -- what the user can set right -----------------------------------------------------------------
+
+
+def test_status_looks_where_the_engines_are_told_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CHECKPOINT_EXECUTOR_RUNTIME_DIR", str(tmp_path))
+    assert cli.main(["status"]) == 0
+    assert "no executor of this user is running below" in capsys.readouterr().out
+    folder = tmp_path / f"checkpoint-executor-{os.getuid()}"
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+    assert cli.main(["status"]) == 2
+    error = capsys.readouterr().err
+    assert "must be a directory of our own with mode 0700" in error
+    assert "Traceback" not in error

@@ -76,6 +76,11 @@ def test_the_dead_and_the_half_written_are_left_out(control: Any, base: str) -> 
     assert read_all(base) == []
 
 
+def test_a_reader_makes_no_directory(tmp_path: Path) -> None:
+    assert read_all(str(tmp_path / "nowhere")) == []
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_directory_that_is_gone_does_not_end_the_executor(control: Any) -> None:
     control.runtime_dir = Path("/nowhere")
     StatusFile("own")(control)
