@@ -12,7 +12,7 @@ from pathlib import Path
 from checkpoint_executor import procfs
 from checkpoint_executor.errors import ConfigError
 
-__all__ = ["locks_directory", "make_runtime_directory", "sweep", "user_directory"]
+__all__ = ["locks_directory", "make_runtime_directory", "require_usable", "sweep", "user_directory"]
 
 #: ``sun_path`` holds 108 bytes with its final zero (unix(7)).
 _MAX_SOCKET_PATH = 107
@@ -62,18 +62,33 @@ def make_runtime_directory(base: str | None) -> Path:
     """
     parent = user_directory(base)
     sweep(parent)
-    pid = os.getpid()
-    path = parent / f"{pid}-{procfs.start_time(pid)}-{next(_count)}"
-    if len(os.fsencode(path)) + _LONGEST_NAME > _MAX_SOCKET_PATH:
-        raise ConfigError(
-            f"{path} is too long for sockets ({_MAX_SOCKET_PATH} bytes with their names): choose a shorter "
-            "runtime_dir. Nothing was started"
-        )
+    path = _fresh(parent, next(_count))
     try:
         path.mkdir(mode=0o700)
         (path / "rendezvous").mkdir(mode=0o700)
     except OSError as error:
         raise ConfigError(f"cannot make {path}: {error}. Nothing was started") from error
+    return path
+
+
+def require_usable(base: str | None) -> None:
+    """Find out whether :func:`make_runtime_directory` will succeed, before anything is started.
+
+    Raises:
+        ConfigError: it will not.
+    """
+    _fresh(user_directory(base, make=False), 0)
+    user_directory(base)
+
+
+def _fresh(parent: Path, number: int) -> Path:
+    pid = os.getpid()
+    path = parent / f"{pid}-{procfs.start_time(pid)}-{number}"
+    if len(os.fsencode(path)) + _LONGEST_NAME > _MAX_SOCKET_PATH:
+        raise ConfigError(
+            f"{path} is too long for sockets ({_MAX_SOCKET_PATH} bytes with their names): choose a shorter "
+            "runtime_dir (or TMPDIR, where none is given). Nothing was started"
+        )
     return path
 
 

@@ -147,6 +147,12 @@ class CUDACheckpointExecutor(MultiprocExecutor):  # type: ignore[misc, unused-ig
         problems += verdict.problems + cls.machine_problems()
         if settings.log is not None and not os.access(os.path.dirname(os.path.abspath(settings.log)), os.W_OK):
             problems.append(f"{PREFIX}LOG={settings.log}: cannot write there")
+        elif settings.log is not None and os.path.isdir(settings.log):
+            problems.append(f"{PREFIX}LOG={settings.log}: is a folder, not a file")
+        try:
+            directories.require_usable(settings.runtime_dir)
+        except ConfigError as error:
+            problems.append(f"{PREFIX}RUNTIME_DIR={settings.runtime_dir or ''}: {error.message}")
         if problems:
             listed = "\n".join(f"  - {problem}" for problem in problems)
             raise ConfigError(

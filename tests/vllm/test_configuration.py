@@ -142,6 +142,9 @@ def test_plain_cumem_gets_the_faster_pinned_memory(monkeypatch: pytest.MonkeyPat
         (2, {"enable_nccl_comm_suspend": True}, SOCKET, "NCCL_CUMEM_ENABLE=0 must be 1"),
         (1, {}, {"CHECKPOINT_EXECUTOR_DRIVR_S": "3"}, "did you mean CHECKPOINT_EXECUTOR_DRIVER_S?"),
         (1, {}, {"CHECKPOINT_EXECUTOR_LOG": "/nowhere/at/all"}, "/nowhere/at/all: cannot write there"),
+        (1, {}, {"CHECKPOINT_EXECUTOR_LOG": "/tmp"}, "LOG=/tmp: is a folder"),
+        (1, {}, {"CHECKPOINT_EXECUTOR_RUNTIME_DIR": "/proc/nope"}, "RUNTIME_DIR=/proc/nope: cannot make"),
+        (1, {}, {"CHECKPOINT_EXECUTOR_RUNTIME_DIR": f"/tmp/{'x' * 90}"}, "too long for sockets"),
     ],
 )
 def test_what_is_refused(
