@@ -21,11 +21,14 @@ from typing import Any
 
 import torch
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
+from vllm.logger import init_logger
 
 from checkpoint_executor.vllm.backup_memory import BackupMemory, Piece, aligned
 from checkpoint_executor.workers.cuda_calls import bindings
 
 __all__ = ["CumemArenaBackend", "lent_arena", "prepare_early"]
+
+logger = init_logger(f"vllm.{__name__}")
 
 #: What a level-1 sleep backs up; the rest is dropped.
 _BACKED_UP = frozenset({"weights", "runtime", "cudagraph"})
@@ -84,11 +87,12 @@ class _Lending:
         """Have the bytes of device memory at ``source`` lie at ``target``."""
         piece = self._pieces.get(target)
         before = self._before.pop(target, None)
+        if piece is not None:
+            piece.fingerprint = None  # a copy that breaks off, or of something else, proves nothing
         if piece is None or piece.size_bytes != size_bytes:
             self._copy(target, source, size_bytes)
             return
         fingerprint = self._fingerprint(source, size_bytes)
-        piece.fingerprint = None  # a copy that breaks off proves nothing
         if fingerprint is None or fingerprint != before:
             self._copy(target, source, size_bytes)
         piece.fingerprint = fingerprint
@@ -96,7 +100,8 @@ class _Lending:
     def _fingerprint(self, address: int, size_bytes: int) -> bytes | None:
         if self._fingerprints is None:
             self._fingerprints = self._take_fingerprints()
-        return self._fingerprints.get((address, size_bytes))
+        # Once: should there be a second sleep within this lending, the memory may have changed since it was hashed.
+        return self._fingerprints.pop((address, size_bytes), None)
 
     def _take_fingerprints(self) -> dict[tuple[int, int], bytes]:
         """Of all that is still to be backed up, at once, since launching kernels takes longer than most of them run.
@@ -107,7 +112,11 @@ class _Lending:
             return {}
         torch.cuda.synchronize()
         regions = list(_to_back_up(self._tags))
-        return dict(zip(regions, _memory.hasher(regions), strict=True))
+        try:
+            return dict(zip(regions, _memory.hasher(regions), strict=True))
+        except Exception as error:  # noqa: BLE001 - only speed is lost: everything is copied
+            logger.warning("the weights cannot be hashed, so all of them are copied: %s", error)
+            return {}
 
 
 class _Torch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import importlib
 import sys
@@ -24,6 +25,7 @@ class HostMemory:
     def __init__(self) -> None:
         self.buffers: dict[int, Any] = {}
         self.mapped: set[int] = set()
+        self.hashed_unmapped: list[int] = []
 
     def allocate(self, allocator: Any, tag: str, fill: int, size_bytes: int = PIECE) -> int:
         buffer = (ctypes.c_ubyte * size_bytes)()
@@ -68,9 +70,11 @@ class Cudart:
         self.copied.append((source, ctypes.c_ubyte.from_address(source).value))
 
 
-def hash_of_host_memory(regions: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+def hash_of_host_memory(memory: HostMemory, regions: Sequence[tuple[int, int]]) -> Iterator[bytes]:
     """As the GPU's: fingerprints in order, which name contents and size."""
     for address, size_bytes in regions:
+        if address not in memory.mapped:
+            memory.hashed_unmapped.append(address)  # which would end a GPU's context
         yield hashlib.sha256(ctypes.string_at(address, size_bytes)).digest()
 
 
@@ -135,10 +139,11 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr(backend, "_memory", backup_memory.BackupMemory())
     monkeypatch.setattr(backup_memory, "HostArena", Arena)
     monkeypatch.setattr(backup_memory, "PrimaryContext", Context)
-    monkeypatch.setattr(backup_memory, "open_hasher", lambda context: hash_of_host_memory)
+    monkeypatch.setattr(backup_memory, "open_hasher", lambda context: functools.partial(hash_of_host_memory, memory))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     Arena.made = []
     yield Bench(cumem, backend, memory)
+    assert memory.hashed_unmapped == []
     monkeypatch.delitem(sys.modules, "vllm.device_allocator.cumem")
 
 
@@ -334,6 +339,41 @@ def test_a_backup_that_was_lent_for_something_else_proves_nothing(bench: Bench) 
     assert bench.in_arena(other.data_ptr())
     ctypes.memset(other.data_ptr(), 0x55, PIECE)  # (torch would start its threads, and the other tests fork)
     del other
+    assert bench.sleep() == [weights]
+    bench.backend.resume(None)
+    assert bench.memory.contents(weights) == {1}
+
+
+def test_a_second_sleep_while_the_arena_is_lent_copies_what_changed(bench: Bench) -> None:
+    weights = bench.memory.allocate(bench.allocator, "weights", 1)
+    with bench.module.lent_arena():
+        bench.sleep()
+        bench.backend.resume(None)
+        bench.memory.write(weights, 2, size_bytes=PIECE)
+        assert bench.sleep() == [weights]
+    bench.backend.resume(None)
+    assert bench.memory.contents(weights) == {2}
+
+
+def test_pieces_of_what_still_sleeps_are_not_given_away(bench: Bench) -> None:
+    """One of two allocations is back; the next sleep must not lay it over the other's backup, nor hash the other."""
+    first, second = (bench.memory.allocate(bench.allocator, "weights", fill) for fill in (1, 2))
+    bench.sleep()
+    entry = bench.allocator.pointer_to_data[second]
+    bench.memory.map(*entry.handle)
+    bench.cudart.cudaMemcpy(second, entry.cpu_backup_tensor.data_ptr(), PIECE)
+    entry.cpu_backup_tensor, entry.is_asleep = None, False
+    assert bench.sleep() == [second]
+    bench.backend.resume(None)
+    assert [bench.memory.contents(address) for address in (first, second)] == [{1}, {2}]
+
+
+def test_a_hash_that_fails_costs_only_a_copy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(regions: object) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(sys.modules["checkpoint_executor.vllm.backup_memory"], "open_hasher", lambda context: fail)
+    weights = bench.memory.allocate(bench.allocator, "weights", 1)
     assert bench.sleep() == [weights]
     bench.backend.resume(None)
     assert bench.memory.contents(weights) == {1}

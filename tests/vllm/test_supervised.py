@@ -100,7 +100,9 @@ def test_an_llm_that_a_function_builds_is_built_again_when_its_engine_core_dies_
             engine.call(lambda llm: llm.wake_up(), timeout_s=5)
         assert engine.call(decode, timeout_s=DEADLINE_S) == before
     (incident,) = incidents
-    assert (incident.cause, incident.survivors, incident.left_bytes) == (Cause.TIMEOUT, (), {})
+    # (vLLM's client may have noticed before it was asked, and says so at once.)
+    assert incident.cause in (Cause.TIMEOUT, Cause.FATAL)
+    assert (incident.survivors, incident.left_bytes) == ((), {})
     assert_nothing_left(machine)
 
 
