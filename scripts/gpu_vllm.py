@@ -20,6 +20,7 @@ on a shared host a multicast object can put GPUs out of service.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import signal
@@ -688,6 +689,7 @@ KINDS: dict[str, Callable[[Part, Recorder], None]] = {
 
 
 def child(name: str, out: Path) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: a stopped process ends by nothing else
     part = next(part for part in (*PARTS, *EXTRA) if part.name == name)
     record = Recorder(out / f"{name}.json")
     KINDS[part.kind](part, record)
@@ -760,6 +762,12 @@ class Running:
         """Until its engine is up, or it ended, or its time is over."""
         while self._process.poll() is None and self._left_s() > 0 and not self._facts().get("up"):
             threading.Event().wait(0.1)
+
+    def kill(self) -> None:
+        """End all of it, at once."""
+        if self._process.returncode is None:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
 
     def stop(self) -> None:
         """Have it take no time, until its turn."""
@@ -864,6 +872,7 @@ def main() -> int:
         child(args.child, out)
         return 0
     chosen = [part for part in (*PARTS, *EXTRA) if any(part.name.startswith(name) for name in args.parts)]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the finally below
     begun = time.monotonic()
     results: dict[str, dict[str, Any]] = {}
     waves = [chosen or PARTS] if args.together else [[part] for part in chosen or PARTS]
@@ -873,15 +882,20 @@ def main() -> int:
             continue
         print(f"{', '.join(part.name for part in wave)} ...", flush=True)
         running = [Running(part, out, args.nccl, args.flashinfer) for part in wave]
-        for one in running:
-            one.wait_up()
-        for one in running:
-            one.stop()
-        for one in running:
-            results[one.part.name] = one.finish()
-            print(table({one.part.name: results[one.part.name]}).splitlines()[1], flush=True)
-            name = "all.json" if not chosen else f"all-{'-'.join(args.parts)}.json"
-            (out / name).write_text(json.dumps(results, indent=1, default=str))
+        try:
+            for one in running:
+                one.wait_up()
+            for one in running:
+                one.stop()
+            for one in running:
+                results[one.part.name] = one.finish()
+                print(table({one.part.name: results[one.part.name]}).splitlines()[1], flush=True)
+                name = "all.json" if not chosen else f"all-{'-'.join(args.parts)}.json"
+                (out / name).write_text(json.dumps(results, indent=1, default=str))
+        finally:
+            # What is stopped would stay so, with its memory.
+            for one in running:
+                one.kill()
     print()
     print(table(results))
     return 0 if all(result.get("completed") for result in results.values()) else 1

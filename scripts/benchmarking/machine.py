@@ -62,10 +62,16 @@ def visible_gpus(nvml: Any, count: int) -> list[Any]:
 
     Args:
         nvml: ``pynvml``, initialised. count: how many.
+
+    Raises:
+        ValueError: it is shown fewer.
     """
-    chosen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name] or map(str, range(count))
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    chosen = [name for name in names if name] or [str(index) for index in range(count)]
+    if len(chosen) < count:
+        raise ValueError(f"CUDA_VISIBLE_DEVICES shows {len(chosen)} GPU(s), and {count} are wanted")
     by_index, by_uuid = nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetHandleByUUID
-    return [by_index(int(name)) if name.isdigit() else by_uuid(name) for name in list(chosen)[:count]]
+    return [by_index(int(name)) if name.isdigit() else by_uuid(name) for name in chosen[:count]]
 
 
 def wait_for_bytes(

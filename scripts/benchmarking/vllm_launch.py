@@ -57,22 +57,26 @@ def run(spec: Spec, tell: Teller) -> None:
     engine = gpu_vllm.Engine(part_of(spec), tell, wait_turn=tell.wait_turn, **engine_options(spec))
     engine.llm.collective_rpc(gpu_vllm.enlarge_embeddings)
     tell(plain_copy_gb_s=engine.llm.collective_rpc(plain_copy))
-    expected = _bits(engine)
-    distinct = len({token for row in expected[0]["tokens"] for token in row})
-    tell(distinct_tokens=distinct, same_before_any_sleep=_bits(engine) == expected)
+    outputs = engine.outputs()
+    distinct = len({token for row in outputs["tokens"] for token in row})
+    tell(distinct_tokens=distinct, same_before_any_sleep=engine.outputs() == outputs)
     if distinct < demo.MIN_DISTINCT_TOKENS:
         raise RuntimeError(f"the probe decodes {distinct} distinct tokens: equal answers would prove nothing")
     pids = engine.llm.collective_rpc(worker_pid)
     way = _way(spec, engine, pids)
     for number in range(spec.cycles):
-        _change_weights(spec, engine)
+        if not spec.keep_weights:
+            engine.llm.collective_rpc(gpu_vllm.negate_parameters)
+        # After every second change the weights are those of the start. Changed back before the sleep, the backup of the
+        # cycle before would be right.
+        as_at_the_start = spec.keep_weights or number % 2 == 1
+        weights = engine.fingerprints()
         awake, rss_before = used_bytes(spec.device, spec.soft_root, spec.ranks), list(map(rss_bytes, pids))
         down_s, _ = gpu_vllm.timed(way.down)
         asleep, rss_asleep = used_bytes(spec.device, spec.soft_root, spec.ranks), list(map(rss_bytes, pids))
         states = way.states()
         up_s, _ = gpu_vllm.timed(way.up)
         work_s = engine.first_request_s()
-        _change_weights(spec, engine)
         tell.cycle(
             number=number,
             work_s=work_s,
@@ -85,19 +89,8 @@ def run(spec: Spec, tell: Teller) -> None:
             rss_asleep_bytes=rss_asleep,
             states=states,
             **way.rates([before - after for before, after in zip(awake, asleep, strict=True)]),
-            identical=_bits(engine) == expected,
+            identical=engine.fingerprints() == weights and (not as_at_the_start or engine.outputs() == outputs),
         )
-
-
-def _change_weights(spec: Spec, engine: gpu_vllm.Engine) -> None:
-    """So that a sleep has to copy them; the second time they are what they were."""
-    if not spec.keep_weights:
-        engine.llm.collective_rpc(gpu_vllm.negate_parameters)
-
-
-def _bits(engine: gpu_vllm.Engine) -> tuple[Any, Any]:
-    """Tokens and exact logprobs of the probe's prompts, and by rank a fingerprint of every parameter."""
-    return engine.outputs(), engine.fingerprints()
 
 
 # -- the ways ------------------------------------------------------------------------------------
@@ -113,7 +106,8 @@ def _way(spec: Spec, engine: gpu_vllm.Engine, pids: Sequence[int]) -> Way:
             # Only now: an engine that is forked by a process with an open driver is not what a user has.
             return DriverAlone(open_driver(spec.device, spec.soft_root), [target_of(0, pids[0])])
         case _:
-            return _Sleep(engine, "checkpointed" if spec.arm == "all" else "asleep")
+            ours = spec.arm == "all"
+            return _Sleep(engine, "checkpointed" if ours else "asleep", copies=not (ours and spec.keep_weights))
 
 
 class _Nothing:
@@ -140,12 +134,13 @@ class _Sleep:
     """vLLM's ``sleep(level=1)`` and ``wake_up()``, its own or ours.
 
     The rates are the weights' bytes over the whole call where the call is vLLM's own, and over the workers' stage of
-    it where the executor's log tells one.
+    it where the executor's log tells one. ``copies``: whether the sleeps copy, and so have a rate.
     """
 
-    def __init__(self, engine: gpu_vllm.Engine, state: str) -> None:
+    def __init__(self, engine: gpu_vllm.Engine, state: str, *, copies: bool) -> None:
         self._engine = engine
         self._state = state
+        self._copies = copies
         self._weights_bytes: list[int] = engine.llm.collective_rpc(parameter_bytes)
         self._down_s = self._up_s = 0.0
 
@@ -167,8 +162,8 @@ class _Sleep:
         for entry in gpu_vllm.cycle_log()[-2:]:
             seconds |= {stage["name"]: stage["ranks"] for stage in entry["stages"] if stage["name"] in seconds}
         return {
-            name: gb_s(seconds[stage], self._weights_bytes)
-            for name, stage in (("copy_down_gb_s", "worker_sleep"), ("copy_up_gb_s", "worker_wake"))
+            "copy_down_gb_s": gb_s(seconds["worker_sleep"], self._weights_bytes) if self._copies else [],
+            "copy_up_gb_s": gb_s(seconds["worker_wake"], self._weights_bytes),
         }
 
 

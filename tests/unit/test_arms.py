@@ -7,7 +7,7 @@ import io
 import itertools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -17,6 +17,7 @@ from checkpoint_executor.driver_states import ProcessState
 from scripts import bench_cycle, gpu_vllm
 from scripts.benchmarking import comparison, vllm_launch
 from scripts.benchmarking.arms import ARMS, FRONT_DOORS, Arm, Spec, order, plan, summarise
+from scripts.benchmarking.machine import visible_gpus
 from scripts.benchmarking.verbs import DriverAlone
 from tests.support import recorded_runs as runs
 
@@ -279,9 +280,13 @@ def test_arms_that_start_together_do_not_share_what_is_compiled_and_launches_of_
 class FakeEngine:
     """An engine of 1,000 bytes of weights on each of two ranks."""
 
+    #: The weights at each sleep, of all engines.
+    slept_with: ClassVar[list[list[str]]] = []
+
     def __init__(self, part: gpu_vllm.Part, record: Any, *, wait_turn: Any, **more: Any) -> None:
         self.llm = self.llm_engine = self
         self.calls: list[str] = []
+        self.sign = 1
         record(start_s=1.0, up=True)
         wait_turn()
         self.ranks = part.ranks
@@ -290,10 +295,13 @@ class FakeEngine:
     def collective_rpc(self, function: Any) -> list[Any]:
         answers = {"worker_pid": 1, "parameter_bytes": 1000, "plain_copy": {"d2h": 2.0, "h2d": 2.0}}
         self.calls.append(function.__name__)
+        if function is gpu_vllm.negate_parameters:
+            self.sign = -self.sign
         return [answers.get(function.__name__)] * self.ranks
 
     def sleep(self, level: int) -> None:
         self.calls.append(f"sleep {level}")
+        self.slept_with.append(self.fingerprints())
 
     def wake_up(self) -> None:
         self.calls.append("wake_up")
@@ -302,10 +310,10 @@ class FakeEngine:
         return self.calls[-1] == "sleep 1"
 
     def outputs(self) -> dict[str, Any]:
-        return {"tokens": self.tokens, "logprobs": []}
+        return {"tokens": self.tokens, "logprobs": [self.sign]}
 
     def fingerprints(self) -> list[str]:
-        return ["same"] * self.ranks
+        return [f"sign {self.sign}"] * self.ranks
 
     def first_request_s(self) -> float:
         return 0.25
@@ -354,6 +362,7 @@ class FakeDriver:
 
 @pytest.fixture
 def engine_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeEngine, "slept_with", [])
     readings = itertools.cycle([[3000, 3000], [1000, 1000]])  # awake, asleep
     monkeypatch.delenv("CHECKPOINT_EXECUTOR_LOG", raising=False)
     monkeypatch.setattr(gpu_vllm, "Engine", FakeEngine)
@@ -392,6 +401,20 @@ def test_a_launch_of_vllm_tells_each_cycle(arm: str, ranks: int, state: str, rat
 
 
 @pytest.mark.usefixtures("engine_without_gpu")
+@pytest.mark.parametrize(("keep", "signs"), [(False, [-1, 1, -1, 1]), (True, [1, 1, 1, 1])])
+def test_every_sleep_of_vllm_finds_other_weights_than_the_one_before_unless_they_are_kept(
+    keep: bool, signs: list[int]
+) -> None:
+    told = Listener()
+    vllm_launch.run(spec(arm="all", cycles=4, keep_weights=keep), told)  # type: ignore[arg-type]
+    assert FakeEngine.slept_with == [[f"sign {sign}"] for sign in signs]
+    assert all(cycle["identical"] for cycle in told.cycles)
+    assert [cycle["weights_changed"] for cycle in told.cycles] == [not keep] * 4
+    # A sleep that copied nothing has no rate.
+    assert [bool(cycle["copy_down_gb_s"]) for cycle in told.cycles] == [not keep] * 4
+
+
+@pytest.mark.usefixtures("engine_without_gpu")
 def test_what_our_executor_copies_is_timed_by_its_own_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log.jsonl"
     stages = {"sleep": [0.5, 0.25], "wake": [1.0, 2.0]}
@@ -418,3 +441,35 @@ def test_equal_answers_that_would_prove_nothing_are_an_error(monkeypatch: pytest
 def test_the_driver_alone_refuses_several_ranks_of_vllm_whoever_asks() -> None:
     with pytest.raises(ValueError, match="would fail for ever"):
         vllm_launch.run(spec(arm="driver", ranks=2), Listener())  # type: ignore[arg-type]
+
+
+class FakeNvml:
+    """Handles that say how they were found."""
+
+    nvmlDeviceGetHandleByIndex = staticmethod(lambda index: f"index {index}")  # noqa: N815 - NVML's names
+    nvmlDeviceGetHandleByUUID = staticmethod(lambda uuid: f"uuid {uuid}")  # noqa: N815
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "handles"),
+    [
+        (None, 2, ["index 0", "index 1"]),
+        ("", 1, ["index 0"]),
+        ("1", 1, ["index 1"]),
+        ("3, 2 ,0", 2, ["index 3", "index 2"]),
+        ("GPU-aa,1", 2, ["uuid GPU-aa", "index 1"]),
+    ],
+)
+def test_nvml_is_asked_about_the_gpus_that_cuda_shows(
+    visible: str | None, count: int, handles: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert visible_gpus(FakeNvml, count) == handles
+
+
+def test_fewer_gpus_than_ranks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with pytest.raises(ValueError, match=r"shows 1 GPU\(s\), and 2 are wanted"):
+        visible_gpus(FakeNvml, 2)
