@@ -37,9 +37,9 @@ from checkpoint_executor.supervise import (
 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
+    received: list[int] = []
     try:
         engine = build(options)
-        received: list[int] = []
 
         def stop(number: int, _: FrameType | None) -> None:
             received.append(number)
@@ -53,7 +53,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     except FatalError as error:
         print(f"restart_on_failure: {error}", file=sys.stderr)
-        return 1
+        if not received:
+            return 1
     return 128 + received[0] if received else 0
 
 
