@@ -119,8 +119,8 @@ class _Lending:
             return {}
 
 
-class _Torch:
-    """Stands where cumem has the name ``torch``, and answers its request for backup memory from the arena."""
+class _StandIn:
+    """Stands where cumem has a module's name, until the lending ends."""
 
     def __init__(self, original: Any, lending: _Lending) -> None:
         self._original = original
@@ -128,6 +128,10 @@ class _Torch:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
+
+
+class _Torch(_StandIn):
+    """Answers cumem's request for backup memory from the arena."""
 
     def empty(self, *size: Any, **options: Any) -> Any:
         expected = len(size) == 1 and isinstance(size[0], int) and options.get("dtype") is torch.uint8
@@ -138,15 +142,8 @@ class _Torch:
         return self._original.empty(*size, **options)
 
 
-class _Cudart:
-    """Stands where cumem has the name ``libcudart``."""
-
-    def __init__(self, original: Any, lending: _Lending) -> None:
-        self._original = original
-        self._lending = lending
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
+class _Cudart(_StandIn):
+    """Copies what is not proven to be there."""
 
     def cudaMemcpy(self, target: int, source: int, size_bytes: int) -> None:  # noqa: N802 - CUDA's name
         self._lending.copy(target, source, size_bytes)
