@@ -80,7 +80,8 @@ class Incident(Struct, frozen=True, kw_only=True):
             be read.
         left_bytes: by device, what was then still in use beyond the reading before the first start; None if it could
             not be read.
-        restart: number of the restart that follows, from 1; None if there is none, because the limit is reached.
+        restart: number of the restart that follows, from 1; None if there is none, because the limit is reached or it
+            was stopped meanwhile.
         backoff_s: pause before it.
     """
 
@@ -261,12 +262,22 @@ def default_used_bytes() -> UsedBytes:
     return nvml_used_bytes() if any(Path("/dev").glob("nvidia[0-9]*")) else soft_used_bytes()
 
 
+def _never() -> bool:
+    return False
+
+
 def wait_free(
-    used_bytes: UsedBytes, baseline: Mapping[str, int], *, slack_bytes: int, timeout_s: float
+    used_bytes: UsedBytes,
+    baseline: Mapping[str, int],
+    *,
+    slack_bytes: int,
+    timeout_s: float,
+    stopping: Callable[[], bool] = _never,
 ) -> tuple[float | None, dict[str, int] | None]:
     """Wait until no device has more in use than in ``baseline`` (a device that is not in it: nothing) and the slack.
 
-    Device memory becomes free a little after the last process is gone, and with a wedged driver not at all.
+    Device memory becomes free a little after the last process is gone, and with a wedged driver not at all. Ends as
+    well once ``stopping`` says so.
 
     Returns:
         Seconds it took, or None if it did not happen in time or could not be read; and what was left by device at
@@ -286,7 +297,7 @@ def wait_free(
             left = {device: size for device, size in above.items() if size > 0}
             if all(size <= slack_bytes for size in left.values()):
                 return time.monotonic() - begun, left
-        if time.monotonic() - begun >= timeout_s:
+        if time.monotonic() - begun >= timeout_s or stopping():
             return None, left
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.2)
@@ -317,8 +328,17 @@ class Keeper:
                 f"device memory cannot be read: {type(error).__name__}: {error}. Nothing was started"
             ) from error
 
-    def lost(self, tree: ProcessTree, cause: Cause, detail: str, started_at: float) -> Incident:
+    def lost(
+        self,
+        tree: ProcessTree,
+        cause: Cause,
+        detail: str,
+        started_at: float,
+        stopping: Callable[[], bool] = _never,
+    ) -> Incident:
         """End all of it, wait until the devices are free, and report.
+
+        Once ``stopping`` says that no engine is wanted any more, nothing is waited for and no restart is promised.
 
         Raises:
             RestartsExhaustedError: it must not be started again.
@@ -332,9 +352,11 @@ class Keeper:
             self.baseline,
             slack_bytes=self.policy.free_slack_bytes,
             timeout_s=self.policy.free_s,
+            stopping=stopping,
         )
         now = time.monotonic()
-        delay_s = self.policy.next_delay_s(self._restarts_at, now)
+        stopped = stopping()
+        delay_s = None if stopped else self.policy.next_delay_s(self._restarts_at, now)
         if delay_s is not None:
             self.restarts += 1
             self._restarts_at = [at for at in self._restarts_at if now - at < self.policy.window_s] + [now]
@@ -358,7 +380,7 @@ class Keeper:
             self._report(incident)
         except Exception as error:  # noqa: BLE001 - a full disk must not keep the engine down
             print(f"checkpoint-executor: the report failed ({error}): {incident.line()}", file=sys.stderr)  # noqa: T201
-        if delay_s is None:
+        if delay_s is None and not stopped:
             raise RestartsExhaustedError(
                 f"{self.name} was lost ({cause}: {detail}) and is not started again: the limit is "
                 f"{self.policy.max_restarts} restart(s) within {self.policy.window_s:g} s",

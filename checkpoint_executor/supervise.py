@@ -669,10 +669,13 @@ class SupervisedCommand:
                 return False
             tree.kill(self._keeper.policy.dead_s)
             return True
-        incident = self._keeper.lost(tree, lost.cause, lost.detail, started_at)
+        incident = self._keeper.lost(tree, lost.cause, lost.detail, started_at, self._is_stopping)
         self._losses[self._generation] = incident
         self._sleep(incident.backoff_s or 0.0)
         return False
+
+    def _is_stopping(self) -> bool:
+        return self._stop_grace_s is not None
 
     def _watch(self, tree: ProcessTree) -> _Lost | None:
         """Wait for the end of it. None if it is done, or to be stopped."""

@@ -291,6 +291,22 @@ def test_the_wait_for_a_device_is_bounded_and_what_is_left_is_told(machine: Soft
     assert incident.restart == 1
 
 
+def test_a_stop_while_the_device_is_waited_for_ends_it_and_promises_no_restart(machine: SoftMachine) -> None:
+    policy = RestartPolicy(backoff_s=0.01, free_s=10 * DEADLINE_S, free_slack_bytes=0)
+    http = HttpEngine(machine, policy=policy)
+    done = in_thread(http.engine.run)
+    http.engine.wait_ready(DEADLINE_S)
+    machine.take(CONTEXT_BYTES + 4096)  # somebody else, who stays
+    os.kill(http.engine.pid, signal.SIGKILL)
+    wait_until(lambda: http.engine.pid == 0, "the engine was lost")
+    http.engine.stop()
+    assert done.result(DEADLINE_S) is None
+    assert (http.engine.generation, http.engine.restarts) == (1, 0)
+    (incident,) = http.incidents
+    assert (incident.cause, incident.restart, incident.backoff_s) == (Cause.EXITED, None, None)
+    assert incident.free_s is None
+
+
 def test_every_failure_is_reported_and_after_the_limit_nothing_is_started_again() -> None:
     incidents: list[Incident] = []
     engine = SupervisedCommand(["sh", "-c", "exit 3"], policy=FAST, used_bytes=no_devices, report=incidents.append)
