@@ -35,10 +35,12 @@ __all__ = [
     "append_incident",
     "begin",
     "default_used_bytes",
+    "nvml_handle",
     "nvml_used_bytes",
     "print_incident",
     "restarted",
     "soft_used_bytes",
+    "visible_devices",
     "wait_free",
     "within",
 ]
@@ -210,6 +212,16 @@ def within(function: Callable[[], T], timeout_s: float) -> T:
 # ------------------------------------------------------------------------------------------------
 
 
+def visible_devices() -> list[str]:
+    """The entries of ``CUDA_VISIBLE_DEVICES``; none where it chooses nothing."""
+    return [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+
+
+def nvml_handle(nvml: Any, name: str) -> Any:
+    """A device by its index or UUID. ``nvml`` is ``pynvml``, initialised. Raises NVMLError."""
+    return nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID(name)
+
+
 def nvml_used_bytes(devices: Sequence[str] | None = None) -> UsedBytes:
     """A reading of GPUs through NVML, by UUID. Makes no context.
 
@@ -226,16 +238,13 @@ def nvml_used_bytes(devices: Sequence[str] | None = None) -> UsedBytes:
             "nvidia-ml-py is not installed (pip install checkpoint-executor[cuda]). Nothing was started"
         ) from error
     if devices is None:
-        visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+        visible = visible_devices()
         devices = visible if all(name.isdigit() or name.startswith("GPU-") for name in visible) else []
     try:
         # Initialised once and never shut down: a second owner of NVML in this process may be using it.
         pynvml.nvmlInit()
         names = devices or [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(name)
-            for name in names
-        ]
+        handles = [nvml_handle(pynvml, name) for name in names]
         by_uuid = {str(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
     except pynvml.NVMLError as error:
         raise ConfigError(f"NVML: {error} (devices {devices or 'all'}). Nothing was started") from error

@@ -527,7 +527,7 @@ class SupervisedCommand:
         if prober is not None:
             prober.start()
         try:
-            while self._stop_grace_s is None:
+            while not self._is_stopping():
                 if self._run_once():
                     return 0
             return None
@@ -686,7 +686,7 @@ class SupervisedCommand:
             for descriptor, _ in poller.poll(self._probe_interval_s * 1000):
                 if descriptor == self._wake:
                     os.eventfd_read(self._wake)
-            if self._stop_grace_s is not None:
+            if self._is_stopping():
                 return None
             if tree.wait(0):
                 if tree.exit_status == 0 and self._health is None:
@@ -733,7 +733,7 @@ class SupervisedCommand:
         until = time.monotonic() + seconds
         poller = poll()
         poller.register(self._wake, POLLIN)
-        while self._stop_grace_s is None and (left_s := until - time.monotonic()) > 0:
+        while not self._is_stopping() and (left_s := until - time.monotonic()) > 0:
             if poller.poll(left_s * 1000):
                 os.eventfd_read(self._wake)
 

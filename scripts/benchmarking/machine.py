@@ -16,6 +16,7 @@ from typing import Any
 
 from checkpoint_executor import procfs
 from checkpoint_executor.helper.drivers import Driver
+from checkpoint_executor.incidents import nvml_handle, visible_devices
 from checkpoint_executor.messages import Target
 
 __all__ = ["machine", "open_driver", "rss_bytes", "target_of", "used_bytes", "visible_gpus", "wait_for_bytes"]
@@ -66,12 +67,10 @@ def visible_gpus(nvml: Any, count: int) -> list[Any]:
     Raises:
         ValueError: it is shown fewer.
     """
-    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    chosen = [name for name in names if name] or [str(index) for index in range(count)]
+    chosen = visible_devices() or [str(index) for index in range(count)]
     if len(chosen) < count:
         raise ValueError(f"CUDA_VISIBLE_DEVICES shows {len(chosen)} GPU(s), and {count} are wanted")
-    by_index, by_uuid = nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetHandleByUUID
-    return [by_index(int(name)) if name.isdigit() else by_uuid(name) for name in chosen[:count]]
+    return [nvml_handle(nvml, name) for name in chosen[:count]]
 
 
 def wait_for_bytes(
