@@ -513,6 +513,9 @@ def ways(run: Run) -> bytes:
         ax.margins(x=0.28 if ax is not axes[0] else 0.14)
         ax.grid(axis="x", color=_GRID, linewidth=0.8)
         ax.tick_params(axis="y", length=0)
+    # The panels are narrow, and numbers of five digits would run into each other.
+    for ax in axes[1:]:
+        ax.locator_params(axis="x", nbins=4)
     axes[0].set_yticks(rows, [way.way for way in run.ways])
     axes[0].set_ylim(len(run.ways) - 0.5, -0.5)
     figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize=9)
