@@ -61,10 +61,13 @@ def one(draw: Callable[[Run], bytes]) -> Callable[[Sequence[Run]], bytes]:
 
 
 ONE, TWO, SOFT = "2026-11-30-h200", "2026-11-30-two-h200s", "2026-11-30-software-device"
+LATER = "2026-12-01-h200"
 SIZES = (1, 8, 16, 32)
 
 PICTURES = (
     Picture("ways-16gib-tp1", one(report_pictures.ways), (f"{ONE}/tp1/ways.json",)),
+    Picture("arms-16gib-tp1", one(report_pictures.ways), (f"{LATER}/arms/arms-own-16gib-tp1.json",)),
+    Picture("arms-vllm-0.6b-tp1", one(report_pictures.ways), (f"{LATER}/arms/arms-vllm-0.6b-tp1.json",)),
     Picture(
         "by-size-tp1",
         report_pictures.comparison,
