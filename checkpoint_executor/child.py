@@ -96,9 +96,9 @@ class Channel:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
 
-    def hello(self, spec: ChildSpec) -> None:
-        """Tell the parent that we are here."""
-        self.send(Hello(spec.role, spec.rank, os.getpid(), procfs.start_time(os.getpid())))
+    def hello(self, spec: ChildSpec, error: ErrorInfo | None = None) -> None:
+        """Tell the parent that we are here, and with ``error``, that we are of no use."""
+        self.send(Hello(spec.role, spec.rank, os.getpid(), procfs.start_time(os.getpid()), error))
 
     def watch(self, descriptor: int) -> None:
         """Let a descriptor that becomes readable end :meth:`wait` too."""

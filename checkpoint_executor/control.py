@@ -413,12 +413,12 @@ class Control:
 
     def _on_message(self, sender: bytes, message: object, frames: Sequence[Frame]) -> None:
         match message:
-            case Hello(role, rank, pid, start_time):
+            case Hello(role, rank, pid, start_time, error):
                 child = self._children.get(rank)
                 known = child is not None and (child.role, child.pid, child.start_time) == (role, pid, start_time)
                 state = self._coordinator.state
                 if known and sender == identity(role, rank) and state.stage is not None and state.stage.silent:
-                    self._feed(Replied(state.cycle, state.index, rank))
+                    self._feed(Replied(state.cycle, state.index, rank, error))
             case StageReply() if self._is_from(sender, message):
                 self._on_stage_reply(message)
             case CallReply(call_id, rank, error) if sender == identity(Role.WORKER, rank):
@@ -693,7 +693,7 @@ class Control:
         }
         if kind is ProcessDiedError:
             facts["exit_status"] = cause.exit_status
-        return kind(f"{what}. {end}; build a new executor.{traceback_text}", **facts)
+        return kind(f"{what.removesuffix('.')}. {end}; build a new executor.{traceback_text}", **facts)
 
     def _crash(self, error: BaseException) -> None:
         processes.kill_all(self._children.values())

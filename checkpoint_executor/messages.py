@@ -176,6 +176,8 @@ class Hello(Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
     rank: int  #: ``HELPER`` for the helper.
     pid: int
     start_time: int
+    #: Why it is of no use: the helper could not open the driver.
+    error: ErrorInfo | None = None
 
 
 class StageReply(Struct, frozen=True, tag="stage_reply", forbid_unknown_fields=True):

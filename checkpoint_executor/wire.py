@@ -17,7 +17,7 @@ from checkpoint_executor.messages import ToChild, ToParent
 
 __all__ = ["MAX_HEADER_BYTES", "PROTOCOL_VERSION", "Frame", "decode_to_child", "decode_to_parent", "encode"]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 #: A header holds names, numbers and at most a traceback. 1 MiB leaves room for the traceback of a deep recursion
 #: (errors are cut to :data:`MAX_TEXT_CHARACTERS` where they are made); user data travels in payload frames.

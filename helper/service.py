@@ -102,13 +102,18 @@ class HelperService:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def run(self) -> None:
-        self._driver.open()
-        if self._accounts is not None:
-            self._accounts.opened()
         channel = Channel(self._spec)
         channel.watch(self._parent_pidfd)
         channel.watch(self._wake)
-        channel.hello(self._spec)
+        error: ErrorInfo | None = None
+        try:
+            self._driver.open()
+            if self._accounts is not None:
+                self._accounts.opened()
+        except DriverError as failure:
+            # Told and not raised: a traceback here is far from whoever asked, and the parent ends us either way.
+            error = error_info(failure)
+        channel.hello(self._spec, error)
         while True:
             ready = channel.wait()
             if self._parent_pidfd in ready:

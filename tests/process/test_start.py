@@ -129,6 +129,26 @@ def test_a_worker_that_dies_at_the_start_is_told(machine: SoftMachine) -> None:
     assert (error.rank, error.stage) == (1, "build")
 
 
+def test_a_driver_that_cannot_be_opened_is_told_and_not_only_printed_by_the_helper(
+    machine: SoftMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The helper's import path begins with ours.
+    bindings = tmp_path / "cuda" / "bindings"
+    bindings.mkdir(parents=True)
+    (bindings / "driver.py").write_text('def cuInit(flags):\n    raise RuntimeError("no driver here.")\n')
+    for package in (bindings, bindings.parent):
+        (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    error = assert_start_fails(
+        machine,
+        device="cuda",
+        soft_root=None,
+        soft_capacity_bytes=None,
+        match=r"helper failed in stage 'connect': cuInit: NO_DRIVER_FUNCTION \(999\): no driver here\. What had",
+    )
+    assert (error.role, error.stage, error.code_name) == ("helper", "connect", "NO_DRIVER_FUNCTION")
+
+
 def test_a_child_that_is_another_process_than_was_started_is_not_taken(
     machine: SoftMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

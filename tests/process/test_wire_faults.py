@@ -142,14 +142,15 @@ def forged_replies(executor: CUDACheckpointExecutor) -> list[ToParent]:
     return forged
 
 
+VERSION = bytes((wire.PROTOCOL_VERSION,))
 NOISE = [
     (b"",),
-    (b"\x01",),
-    (b"\x01\x80",),
-    (b"\x02" + wire.encode(CallReply(1, 0))[0][1:],),
-    (b"\x01" + bytes(2 << 20),),
+    (VERSION,),
+    (VERSION + b"\x80",),
+    (bytes((wire.PROTOCOL_VERSION + 1,)) + wire.encode(CallReply(1, 0))[0][1:],),
+    (VERSION + bytes(2 << 20),),
     tuple(b"" for _ in range(1000)),
-    (b"\x01\xc1", b"payload"),
+    (VERSION + b"\xc1", b"payload"),
 ]
 
 

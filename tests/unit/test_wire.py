@@ -208,8 +208,8 @@ def test_the_longest_error_that_a_child_makes_fits_a_header() -> None:
 
 def test_the_wire_format_of_a_version_does_not_change() -> None:
     # Parent and child are of one installation, so this may change with the version; but never without.
-    assert PROTOCOL_VERSION == 1
-    assert wire.encode(Exit()) == [b"\x01\x81\xa4type\xa4exit"]
+    assert PROTOCOL_VERSION == 2
+    assert wire.encode(Exit()) == [b"\x02\x81\xa4type\xa4exit"]
     assert bytes(wire.encode(Hello(Role.HELPER, HELPER, 42, 7))[0]) == (
-        b"\x01\x85\xa4type\xa5hello\xa4role\xa6helper\xa4rank\xff\xa3pid*\xaastart_time\x07"
+        b"\x02\x86\xa4type\xa5hello\xa4role\xa6helper\xa4rank\xff\xa3pid*\xaastart_time\x07\xa5error\xc0"
     )
