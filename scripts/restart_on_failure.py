@@ -78,7 +78,7 @@ def build(options: argparse.Namespace) -> SupervisedCommand:
             start_s=options.start_timeout_s,
             free_s=options.free_timeout_s,
         ),
-        used_bytes=readings["cuda" if options.gpus else "soft" if options.soft_root else options.device](),
+        used_bytes=readings[options.device](),
         report=append_incident(options.incidents) if options.incidents else print_incident,
     )
 
@@ -116,6 +116,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("there is no COMMAND; put it behind --")
     if options.timeout_s is not None and options.health_url is None:
         parser.error("--timeout-s needs --health-url: without it there is nothing to time")
+    for name, given, device in (("--gpus", options.gpus, "cuda"), ("--soft-root", options.soft_root, "soft")):
+        if given and options.device not in ("auto", device):
+            parser.error(f"{name} cannot be used with --device {options.device}: it chooses {device} devices")
+    if options.gpus and options.soft_root:
+        parser.error("--gpus and --soft-root are of different devices; name one")
+    options.device = "cuda" if options.gpus else "soft" if options.soft_root else options.device
     if options.incidents and not Path(options.incidents).absolute().parent.is_dir():
         parser.error(f"--incidents {options.incidents}: there is no such folder")
     return options

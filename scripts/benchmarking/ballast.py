@@ -24,7 +24,8 @@ class BallastWorker(Worker):
     """Weights of a given size, a KV cache, and graphs that hold all-reduces: the shape of an engine without a model.
 
     Args:
-        context: place and device. weights_bytes, kv_bytes: device memory by tag. graphs: how many to capture.
+        context: place and device. weights_bytes, kv_bytes: device memory by tag; weights are rounded down to whole
+            64-bit words, of which the checksums are made. graphs: how many to capture.
         weights_tag: ``"kv_cache"`` if only the driver shall ever move the weights: then no host memory is kept for
             them, which would be pinned, and slow the driver down.
     """
@@ -37,6 +38,7 @@ class BallastWorker(Worker):
 
         self.torch = torch
         allocator = context.allocator
+        weights_bytes -= weights_bytes % 8
         sizes = [BLOCK_BYTES] * (weights_bytes // BLOCK_BYTES)
         if weights_bytes % BLOCK_BYTES:
             sizes.append(weights_bytes % BLOCK_BYTES)

@@ -582,6 +582,9 @@ def test_the_script_says_by_its_status_how_it_ended() -> None:
     for arguments, status, text in (
         (("--max-restarts", "0", "--", "false"), 1, "status 1"),
         (("--", "/no/such"), 2, "No such file"),
+        (("--gpus", "0", "--", "true"), 2, "--gpus cannot be used with --device none"),
+        (("--soft-root", "x", "--", "true"), 2, "--soft-root cannot be used with --device none"),
+        (("--device", "auto", "--gpus", "0", "--soft-root", "x", "--", "true"), 2, "name one"),
     ):
         with script(*arguments) as process:
             assert text in process.communicate(timeout=DEADLINE_S)[1]
