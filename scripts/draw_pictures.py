@@ -118,6 +118,7 @@ PICTURES = (
         ),
     ),
     Picture("drift-software-device", one(report_pictures.drift), (f"{SOFT}/soak.json",)),
+    Picture("drift-h200-tp1", one(report_pictures.drift), (f"{LATER}/soak/soak-tp1.json",)),
     Picture(
         "timeline-vllm-8b-tp1",
         one(report_pictures.timeline),
