@@ -60,6 +60,7 @@ def make_runtime_directory(base: str | None) -> Path:
     Raises:
         ConfigError: it cannot be made, or sockets below it would have too long a path.
     """
+    _fresh(user_directory(base, make=False), 0)  # before anything is made: a path that is too long leaves nothing
     parent = user_directory(base)
     sweep(parent)
     path = _fresh(parent, next(_count))

@@ -50,6 +50,7 @@ from checkpoint_executor.messages import (
 from checkpoint_executor.preflight import Finding
 from checkpoint_executor.report import CycleReport
 from checkpoint_executor.status import StatusFile
+from checkpoint_executor.timeouts import to_wait_s
 from checkpoint_executor.wire import Frame
 
 __all__ = ["CUDACheckpointExecutor"]
@@ -77,7 +78,8 @@ class CUDACheckpointExecutor:
         StartError: a worker or the helper failed to start; what had been started was killed.
 
     Calls are serialised: while one is in progress, a second caller gets BusyError. All methods may be called from any
-    thread. In a forked child of the process that built the executor they raise ForkedError and touch nothing.
+    thread. In a forked child of the process that built the executor they raise ForkedError and touch nothing;
+    properties and ``status()`` say there what was last known in the parent at the fork.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class CUDACheckpointExecutor:
         **options: Any,
     ) -> None:
         _refuse_nesting()
+        _require_worker_class(worker)
         self.config = configuration.parse({"tensor_parallel_size": tensor_parallel_size, **options})
         self.device_kind = detect_device_kind() if self.config.device == "auto" else self.config.device
         for warning in configuration.validate(self.config, os.environ, self.device_kind):
@@ -144,12 +147,14 @@ class CUDACheckpointExecutor:
             RpcTimeoutError: not finished in time. The workers go on; further calls are refused until they have ended.
             AsleepError: the workers are checkpointed; or the method is an ``@execution`` method and a tag sleeps, or
                 the executor is paused.
-            InvalidRequestError: the arguments cannot be pickled, or are over ``max_payload_bytes``; nothing was sent.
+            InvalidRequestError: the arguments cannot be pickled, or are over ``max_payload_bytes``, or the timeout is
+                no number of seconds; nothing was sent.
             BusyError: another call is in progress.
             FatalError: the executor failed, now or earlier.
         """
         self._check_owner()
         name = method if isinstance(method, str) else getattr(method, "__name__", "callable")
+        timeout_s = to_wait_s(timeout, "timeout", zero_allowed=True)
         try:
             frames = self._dump(method, args, kwargs)
         except ValueError as error:
@@ -157,15 +162,15 @@ class CUDACheckpointExecutor:
         execution = isinstance(method, str) and method in self._control.execution_methods
         request = self._control.submit(lambda number: RpcRequested(number, execution), OutgoingCall(name, frames))
         try:
-            replies = self._wait(request.future, timeout)
+            replies = self._wait(request.future, timeout_s)
         except FatalError:
             raise  # a DeadlineError is a TimeoutError too, and not this call's
         except FutureTimeout:
             self._control.event(Abandon(request.number))
             raise RpcTimeoutError(
-                f"{name!r} did not finish within {timeout:g} s. The executor is unharmed, but the workers are still at "
-                "it: further calls are refused until they have ended",
-                deadline_s=timeout,
+                f"{name!r} did not finish within {timeout_s:g} s. The executor is unharmed, but the workers are still "
+                "at it: further calls are refused until they have ended",
+                deadline_s=timeout_s,
             ) from None
         pids = self._control.pids
         for rank, (failure, _) in sorted(replies.items()):
@@ -353,6 +358,21 @@ class CUDACheckpointExecutor:
             raise ForkedError(
                 f"this executor belongs to process {self._owner_pid}; a forked child cannot use it. It is unharmed"
             )
+
+
+def _require_worker_class(worker: object) -> None:
+    """Raises ConfigError: it is neither a class nor the name of one."""
+    if isinstance(worker, type):
+        return
+    if isinstance(worker, str):
+        module, _, name = worker.partition(":")
+        if module and name:
+            return
+    message = (
+        f"worker must be a class, or its name as 'package.module:Class', not {worker!r:.80}. What its constructor is "
+        "to get goes into worker_args and worker_kwargs. Nothing was started"
+    )
+    raise ConfigError(message, problems=(message,))
 
 
 def detect_device_kind() -> str:

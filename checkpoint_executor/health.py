@@ -134,13 +134,14 @@ class HealthRecord:
 
     def __init__(self, phase: str, now_s: float) -> None:
         # Replaced as a whole, so that a reader in another thread never sees half of a change.
-        self._status = HealthStatus(phase, now_s)
+        self._status = HealthStatus(str(phase), now_s)
         #: Called with each event on the thread that reports it, the executor's own: they must return soon.
         self.listeners: list[Callable[[HealthEvent], None]] = []
 
     def phase_is(self, phase: str, sleeping: frozenset[str], paused: bool, now_s: float) -> None:
         """Where the executor is; an event only if the phase is another than before."""
         before = self._status
+        phase = str(phase)  # plain data: an enum of ours could not leave a supervised engine
         changed = phase != before.phase
         since_s = now_s if changed else before.since_s
         self._status = replace(before, phase=phase, since_s=since_s, sleeping=tuple(sorted(sleeping)), paused=paused)

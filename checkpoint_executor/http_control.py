@@ -7,6 +7,7 @@ sent again to the same engine. vLLM's own client waits for ever when its engine 
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import urllib.error
 import urllib.parse
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from checkpoint_executor.errors import CheckpointExecutorError, ConfigError, FatalError
 from checkpoint_executor.incidents import Cause, restarted, within
+from checkpoint_executor.timeouts import to_wait_s
 
 if TYPE_CHECKING:
     from checkpoint_executor.supervise import SupervisedCommand
@@ -60,11 +62,18 @@ class ControlClient:
         ControlCallError: the engine answered with an error, or nobody listens there. An error is an answer: vLLM
             reports so what our executor refused, and serves on.
         OutcomeUnknownError: as EngineRestarted, but there was nobody to restart the engine.
+        InvalidRequestError: the timeout is no number of seconds above 0; nothing was sent.
+
+    Raises:
+        ConfigError: ``base_url`` is no URL of HTTP; a typing error must not cost an engine.
+        InvalidRequestError: ``timeout_s`` is no number of seconds above 0.
     """
 
     def __init__(
         self, base_url: str, engine: SupervisedCommand | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> None:
+        _require_http(base_url, "base_url", "http://localhost:8000")
+        to_wait_s(timeout_s, "timeout_s")
         self._base_url = base_url.rstrip("/")
         self._engine = engine
         self._timeout_s = timeout_s
@@ -108,18 +117,21 @@ class ControlClient:
         query = urllib.parse.urlencode(parameters, doseq=True)
         url = f"{self._base_url}{path}" + (f"?{query}" if query else "")
         what = f"{method} {path}"
+        limit_s = to_wait_s(timeout_s, "timeout_s")
         with self._lock:
             if self._unknown is not None:
                 raise OutcomeUnknownError(self._unknown.message, **self._unknown.facts)
             generation = self._engine.generation if self._engine is not None else 0
             try:
-                status, answer = within(lambda: _open(method, url, timeout_s, body), timeout_s)
+                status, answer = within(lambda: _open(method, url, limit_s, body), limit_s)
             except TimeoutError:
                 why = f"{what} did not return within {timeout_s:g} s"
             except (OSError, HTTPException) as error:
                 reason = error.reason if isinstance(error, urllib.error.URLError) else error
                 if isinstance(reason, ConnectionRefusedError):
                     raise ControlCallError(f"{what} was not sent: nobody listens at {self._base_url}") from None
+                if isinstance(reason, socket.gaierror):
+                    raise ControlCallError(f"{what} was not sent: {self._base_url}: {reason.strerror}") from None
                 why = f"{what}: {type(reason).__name__}: {reason}"
             else:
                 if status < 400:
@@ -144,16 +156,25 @@ def url_probe(url: str, timeout_s: float) -> Callable[[], bool]:
     Raises:
         ConfigError: it is no URL of HTTP. Asking it would fail for ever, as if the engine were never well.
     """
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ConfigError(
-            f"health {url!r} is not a URL such as http://localhost:8000/health. Nothing was started",
-            problems=(f"health {url!r} is not a URL of HTTP",),
-        )
+    _require_http(url, "health", "http://localhost:8000/health")
     return lambda: _open("GET", url, timeout_s)[0] < 400
 
 
-def _open(method: str, url: str, timeout_s: float, body: bytes | None = None) -> tuple[int, bytes]:
+def _require_http(url: str, name: str, example: str) -> None:
+    """Raises ConfigError: it is no URL of HTTP."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, an address that is none
+        good = False
+    if not good:
+        raise ConfigError(
+            f"{name} {url!r} is not a URL such as {example}. Nothing was started",
+            problems=(f"{name} {url!r} is not a URL of HTTP",),
+        )
+
+
+def _open(method: str, url: str, timeout_s: float | None, body: bytes | None = None) -> tuple[int, bytes]:
     """One request: status and body. ``timeout_s`` holds for each operation of the socket only."""
     headers = {"Content-Type": "application/json"} if body is not None else {}
     request = urllib.request.Request(url, data=body, headers=headers, method=method)

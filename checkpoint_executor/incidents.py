@@ -198,7 +198,7 @@ def begin(function: Callable[[], T]) -> Future[T]:
     return future
 
 
-def within(function: Callable[[], T], timeout_s: float) -> T:
+def within(function: Callable[[], T], timeout_s: float | None) -> T:
     """Call it, and wait no longer than that, whatever it waits for itself. Raises TimeoutError.
 
     Timeouts of sockets are for each operation and not for the whole: a server that sends a byte now and then beats

@@ -40,6 +40,10 @@ def dump_call(obj: object) -> list[Frame]:
     """
     import cloudpickle  # a quarter of a second to import: only where something is really called
 
+    # What multiprocessing calls the main script in a process that it spawned: a name that no other process can import.
+    spawned_main = sys.modules.get("__mp_main__")
+    if spawned_main is not None:
+        cloudpickle.register_pickle_by_value(spawned_main)  # type: ignore[no-untyped-call]
     buffers: list[pickle.PickleBuffer] = []
     head: bytes = cloudpickle.dumps(obj, protocol=5, buffer_callback=buffers.append)  # type: ignore[no-untyped-call]
     return [head, *(buffer.raw() for buffer in buffers)]
@@ -71,8 +75,14 @@ def encode_result(value: object) -> list[Frame]:
         UnsupportedResultError: naming the type that cannot travel, and its place in the result.
     """
     buffers: list[Frame] = []
-    lowered = _lower(value, "result", buffers)
-    return [msgspec.msgpack.encode(lowered), *buffers]
+    try:
+        lowered = _lower(value, "result", buffers)
+        return [msgspec.msgpack.encode(lowered), *buffers]
+    except RecursionError:
+        raise UnsupportedResultError("result is nested too deeply, or holds itself") from None
+    except (UnicodeEncodeError, ValueError, OverflowError) as error:
+        # A lone surrogate, or an int of more digits than Python writes.
+        raise UnsupportedResultError(f"result holds what cannot be encoded: {error}") from error
 
 
 def decode_result(frames: Sequence[Frame]) -> Any:

@@ -66,6 +66,7 @@ from checkpoint_executor.incidents import (
 )
 from checkpoint_executor.process_tree import ProcessTree
 from checkpoint_executor.report import CycleReport
+from checkpoint_executor.timeouts import to_wait_s
 from checkpoint_executor.wire import Frame
 
 __all__ = [
@@ -189,19 +190,21 @@ class Supervised(Generic[E]):
 
         Args:
             function: returns what ``collective_rpc`` may return, or a :class:`CycleReport`.
-            timeout_s: from outside, for all of it.
+            timeout_s: from outside, for all of it; infinity for no limit.
 
         Raises:
+            InvalidRequestError: the timeout is no number of seconds above 0; nothing was sent.
             EngineRestarted: the engine failed for good, died, or did not return in time; a new one serves.
             RestartsExhaustedError: so it did, and is not started again; every later call raises the same.
             CheckpointExecutorError: any other that the engine raised; it is unharmed.
             EngineCallError: the function raised something else.
         """
+        limit_s = to_wait_s(timeout_s, "timeout_s")
         frames = payload.dump_call(function)
         with self._lock:
             self._check()
             try:
-                result: T = self._ask("call", frames, timeout_s)
+                result: T = self._ask("call", frames, limit_s)
                 return result
             except _Lost as lost:
                 incident = self._replace(lost)
@@ -345,7 +348,7 @@ class Supervised(Generic[E]):
                 self._connection.close()
             self._connection = self._exchange = None
 
-    def _ask(self, kind: str, frames: Sequence[Frame], timeout_s: float) -> Any:
+    def _ask(self, kind: str, frames: Sequence[Frame], timeout_s: float | None) -> Any:
         """One question, one answer. Raises _Lost, or what the engine raised."""
         connection = self._connection
         if connection is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import signal
 import stat
@@ -85,13 +86,21 @@ def test_a_device_that_is_full_is_told(machine: SoftMachine) -> None:
         ("no_such_module:Worker", "no_such_module"),
         ("tests.support.executor_workers:NoSuchWorker", "NoSuchWorker"),
         ("tests.support.executor_workers:pattern", "not a subclass"),
-        ("Worker", "module"),
         (NoWorker, "not a subclass"),
     ],
     ids=str,
 )
 def test_what_is_no_worker_is_told(machine: SoftMachine, worker: Any, match: str) -> None:
     assert_start_fails(machine, worker, match=match)
+
+
+@pytest.mark.parametrize("worker", ["Worker", "", ":Worker", 5, functools.partial(RawWorker)], ids=str)
+def test_what_is_neither_a_class_nor_the_name_of_one_is_refused_before_anything_is_started(
+    machine: SoftMachine, worker: Any
+) -> None:
+    with pytest.raises(ConfigError, match=r"a class, or its name as 'package\.module:Class'.*Nothing was started"):
+        machine.make(worker)
+    assert list(machine.runtime_base.iterdir()) == []
 
 
 def test_worker_arguments_reach_the_constructor(machine: SoftMachine) -> None:

@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -277,6 +278,26 @@ def test_what_cannot_travel_is_named_with_its_place(value: Any, place: str, name
 # ---------------------------------------------------------------------------------------------- what is malformed
 
 
+def _holds_itself() -> list[object]:
+    value: list[object] = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (_holds_itself(), "nested too deeply, or holds itself"),
+        ("\ud800", "cannot be encoded: .*surrogates"),
+        (10**5000, "cannot be encoded: .*digits"),
+    ],
+    ids=["recursive", "surrogate", "huge int"],
+)
+def test_what_cannot_be_encoded_is_no_exception_of_the_users(value: object, why: str) -> None:
+    with pytest.raises(UnsupportedResultError, match=f"^result .*{why}|^result is {why}"):
+        encode_result(value)
+
+
 @pytest.mark.parametrize(
     "frames",
     [
@@ -305,6 +326,43 @@ def test_a_result_is_never_unpickled() -> None:
 def test_a_call_comes_back_as_it_was() -> None:
     call = ("method", (1, "two", [3]), {"four": {4}, "five": Pair(5, 5), "six": Number.ONE})
     assert same(load_call(dump_call(call)), call)
+
+
+def test_a_spawned_processs_main_script_goes_by_value(tmp_path: Path) -> None:
+    (tmp_path / "trainer.py").write_text(
+        """
+import multiprocessing
+import pickle
+import subprocess
+import sys
+
+class Model:
+    answer = 42
+
+def train() -> None:
+    from checkpoint_executor.payload import dump_call
+
+    frames = [bytes(frame) for frame in dump_call(Model)]
+    code = "import pickle, sys; print(pickle.loads(sys.stdin.buffer.read()).answer)"
+    subprocess.run([sys.executable, "-c", code], input=frames[0], check=True)
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=train)
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+    )
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    ran = subprocess.run(
+        [sys.executable, str(tmp_path / "trainer.py")],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout) == (0, "42\n"), ran.stderr
 
 
 def test_what_is_importable_goes_by_reference_and_the_rest_by_value() -> None:
