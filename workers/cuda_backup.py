@@ -56,8 +56,10 @@ class Backup:
         sizes = {region.key: region.size_bytes for region in regions}
         if sizes == self._sizes and self._arena.generation == self._generation:
             return
-        self._forget(sizes)
+        # Nothing is laid out until there is room: the next call has to try again.
+        self._forget({})
         self._arena.prepare(sum(sizes.values()))
+        self._sizes = sizes
         self._generation = self._arena.generation
         # Odd sizes last, so that all others lie aligned although nothing is left between them.
         offset = 0

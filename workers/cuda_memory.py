@@ -31,6 +31,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from checkpoint_executor.driver_states import DriverError
 from checkpoint_executor.tags import ALL_TAGS, BACKED_UP, KV_CACHE, WEIGHTS
 from checkpoint_executor.workers.cuda_backup import Backup, Region
 from checkpoint_executor.workers.cuda_calls import PrimaryContext, bindings, call
@@ -160,9 +161,19 @@ class Copier:
         call("cuMemcpyHtoDAsync", device, host, size_bytes, next(self._streams))
 
     def finish(self) -> None:
-        """Wait for all of them. Raises DriverError if one failed."""
+        """Wait for all of them, also if one failed: nothing may still be copied to what the caller unmaps then.
+
+        Raises:
+            DriverError: one failed.
+        """
+        failure: DriverError | None = None
         for _ in range(2):
-            call("cuStreamSynchronize", next(self._streams))
+            try:
+                call("cuStreamSynchronize", next(self._streams))
+            except DriverError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
 
 class _Block:
@@ -220,7 +231,7 @@ class CudaAllocation:
         return buffer.raw
 
     def write(self, data: bytes, offset_bytes: int = 0) -> None:
-        """Copy bytes to the device, after all work submitted so far.
+        """Copy bytes to the device, after all work submitted so far and before any submitted later.
 
         Raises:
             RuntimeError: the tag sleeps. ValueError: outside the allocation.
@@ -230,6 +241,8 @@ class CudaAllocation:
         if size:
             buffer = (ctypes.c_char * size).from_buffer_copy(data)
             call("cuMemcpyHtoD", self._address + offset_bytes, ctypes.addressof(buffer), size)
+            # From pageable memory it may return once the bytes are staged, and other streams do not wait for the rest.
+            self._allocator.context.synchronize()
 
     def _check(self, offset_bytes: int, size_bytes: int, what: str) -> None:
         if not 0 <= offset_bytes <= offset_bytes + size_bytes <= self._size_bytes:
@@ -661,9 +674,12 @@ class CudaAllocator:
                             waiting.popleft()
             finally:
                 self._copier.finish()
-        except MemoryError as error:
+        except BaseException as error:
+            # Whatever it was: memory that stayed mapped would be taken for restored by the next wake.
             for block in blocks:
                 block.memory.unmap()
+            if not isinstance(error, MemoryError):
+                raise
             needed = sum(block.memory.size_bytes for block in blocks)
             raise MemoryError(f"waking takes {needed} bytes: {error}; free device memory and wake_up again") from error
 

@@ -340,12 +340,14 @@ class TorchPool:
             pool = _OpenPool(torch.cuda.MemPool(self._allocator), self._device)
             if outer:
                 outer.leave()
-            pool.enter()
-            _thread.open.append(pool)
             try:
-                yield
+                pool.enter()
+                _thread.open.append(pool)
+                try:
+                    yield
+                finally:
+                    _thread.open.pop().leave()
             finally:
-                _thread.open.pop().leave()
                 if outer:
                     outer.enter()
         finally:

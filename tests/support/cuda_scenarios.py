@@ -239,6 +239,39 @@ def a_wake_without_room_leaves_everything_asleep_and_can_be_repeated() -> None:
     assert [each.read() for each in weights] == contents
 
 
+def a_wake_that_breaks_off_leaves_everything_asleep_and_can_be_repeated() -> None:
+    device = Device()
+    weights = device.weights(2 * MIB, LARGE_BYTES)
+    contents = [each.read() for each in weights]
+    device.allocator.sleep()
+    stub.fail_copy(2)
+    with pytest.raises(DriverError):
+        device.allocator.wake([WEIGHTS])
+    assert stub.used() == 0
+    assert WEIGHTS in device.allocator.sleeping
+    device.allocator.wake([WEIGHTS])
+    assert [each.read() for each in weights] == contents
+
+
+def a_sleep_without_host_memory_leaves_everything_resident_and_can_be_repeated() -> None:
+    device = Device()
+    weights = device.weights(5 * MIB, 1000)
+    contents = [each.read() for each in weights]
+
+    def no_memory(_: int) -> None:
+        raise MemoryError("no host memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device.arena, "prepare", no_memory)
+        for _ in range(2):
+            with pytest.raises(MemoryError, match="no host memory"):
+                device.allocator.sleep()
+            assert not device.allocator.sleeping
+    assert [each.read() for each in weights] == contents
+    assert device.cycle()["copied"] == 5 * MIB + 1000
+    assert [each.read() for each in weights] == contents
+
+
 def an_allocation_without_room_takes_nothing() -> None:
     device = Device()
     stub.set_capacity(280 * MIB)

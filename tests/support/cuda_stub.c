@@ -68,7 +68,11 @@ static int submit(char *target, const char *source, u64 size, void *stream) {
 int cuStreamSynchronize(void *stream) {
   for (int i = 0; i < copy_count; ++i) {
     if (copies[i].stream != stream || !copies[i].size) continue;
-    if (copies_until_failure && !--copies_until_failure) return LAUNCH_FAILED;
+    if (copies_until_failure && !--copies_until_failure) {
+      /* Neither it nor what is behind it will be carried out. */
+      for (int k = i; k < copy_count; ++k) if (copies[k].stream == stream) copies[k].size = 0;
+      return LAUNCH_FAILED;
+    }
     memcpy(copies[i].target, copies[i].source, copies[i].size);
     copies[i].size = 0;
   }

@@ -35,6 +35,8 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
         scenarios.the_arena_is_kept_and_grows_only_when_more_is_needed,
         scenarios.preparing_the_backup_of_sleeping_weights_loses_nothing,
         scenarios.a_wake_without_room_leaves_everything_asleep_and_can_be_repeated,
+        scenarios.a_wake_that_breaks_off_leaves_everything_asleep_and_can_be_repeated,
+        scenarios.a_sleep_without_host_memory_leaves_everything_resident_and_can_be_repeated,
         scenarios.an_allocation_without_room_takes_nothing,
         scenarios.small_allocations_share_memory_and_give_it_back,
         scenarios.a_sleeping_tag_takes_no_allocation_and_no_access,
