@@ -81,6 +81,7 @@ from checkpoint_executor.messages import (
 from checkpoint_executor.preflight import Finding, Severity
 from checkpoint_executor.processes import WatchedProcess
 from checkpoint_executor.report import CycleReport, MemoryStep, StageReport
+from checkpoint_executor.tags import ALL_TAGS
 from checkpoint_executor.transport import Transport, new_wake_descriptor
 from checkpoint_executor.wire import Frame
 
@@ -560,7 +561,11 @@ class Control:
                 }
             case "admit_wake":
                 return {
-                    "needed_bytes": self._bytes_of(send, with_communicator=send.restoring),
+                    # An undone sleep of vLLM's leaves them suspended although nothing is to be restored.
+                    "needed_bytes": self._bytes_of(
+                        send,
+                        with_communicator=send.restoring or self._coordinator.state.sleeping == frozenset(ALL_TAGS),
+                    ),
                     "margin_bytes": config.wake_margin_bytes,
                     # Below the stage's own deadline, so that a wait that is too long is a refusal that can be retried.
                     "wait_s": config.deadlines.driver_lock_s,

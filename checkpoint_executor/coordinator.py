@@ -423,6 +423,16 @@ class Coordinator:
             # A scheduler pause: no device is touched, also when the processes are checkpointed.
             return replace(s, paused=True), [Answer(request, performed=not s.paused)]
         if WEIGHTS in s.sleeping:
+            if s.phase is Phase.AWAKE and s.sleeping == frozenset(ALL_TAGS):
+                # Only an undone sleep of vLLM's leads here. A success would tell the caller that the device is empty.
+                return s, [
+                    Refuse(
+                        request,
+                        Refusal.UNDONE,
+                        "the last sleep was undone and left an ordinary level-1 sleep, with graphs and contexts still "
+                        "on the device: call wake_up(), then sleep again",
+                    )
+                ]
             if s.phase is Phase.CHECKPOINTED:
                 why = "the executor is already asleep"
             else:

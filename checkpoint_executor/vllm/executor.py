@@ -43,6 +43,7 @@ from checkpoint_executor.errors import (
     BusyError,
     CheckpointExecutorError,
     ConfigError,
+    DeadlineError,
     FatalError,
     InvalidRequestError,
 )
@@ -191,7 +192,9 @@ class CUDACheckpointExecutor(MultiprocExecutor):  # type: ignore[misc, unused-ig
         self._uses_arena = self._settings.host_arena or self.model_config.sleep_mode_backend == ARENA_BACKEND
         if not self._uses_arena:
             _use_faster_pinning()
-        _end_with_the_front_end()
+        if _is_engine_process():
+            # Otherwise this is the user's own process, whose parent is no front end of vLLM's.
+            _end_with_the_front_end()
         super()._init_executor()
 
     def _post_init_executor(self) -> None:
@@ -429,7 +432,25 @@ class CUDACheckpointExecutor(MultiprocExecutor):  # type: ignore[misc, unused-ig
                 # The rule is the coordinator's, and so are the words. In these phases it always refuses, unless the
                 # phase has just changed.
                 control.submit(lambda number: RpcRequested(number, execution=bool(tokens))).future.result()
+        if timeout is None and method in _HOUSEKEEPING and control is not None:
+            return self._keep_house(method, args, kwargs, non_block, unique_reply_rank, **more)
         return super().collective_rpc(method, timeout, args, kwargs, non_block, unique_reply_rank, **more)
+
+    def _keep_house(self, method: Any, *more: Any, **options: Any) -> Any:
+        """What EngineCore asks of the workers before a sleep, without a deadline: a stopped worker would keep the sleep
+        from ever beginning. An answer that comes too late would be taken for that of the next call, so the workers go.
+        """
+        deadline_s = self._config.deadlines.worker_sleep_s
+        try:
+            return super().collective_rpc(method, deadline_s, *more, **options)
+        except TimeoutError as error:
+            for worker in self.workers:
+                worker.proc.kill()
+            raise DeadlineError(
+                f"no answer to {method!r} within {deadline_s:g} s: a worker is stopped or stuck. The workers and the "
+                "helper were killed; build a new executor.",
+                deadline_s=deadline_s,
+            ) from error
 
     def _answer(self, value: Any, non_block: bool, unique_reply_rank: int | None) -> Any:
         answer = [value] * self.world_size if unique_reply_rank is None else value

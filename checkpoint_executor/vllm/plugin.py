@@ -23,8 +23,12 @@ def register() -> None:
     if _registered:
         return
     _registered = True
-    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
-
+    try:
+        from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+    except ImportError:
+        # A vLLM too old for us has no such module. It must go on working where we are only installed; who asks for our
+        # executor is told the version.
+        return
     SleepModeBackendFactory.register_backend(ARENA_BACKEND, "checkpoint_executor.vllm.backend", "CumemArenaBackend")
     _explain_wrong_executor()
 

@@ -43,7 +43,10 @@ class Settings(Struct, frozen=True):
     deadlines: Deadlines = Deadlines(start_s=120.0)
 
 
-_DEADLINES = {f"{name}".upper(): name for name in Deadlines.__struct_fields__}
+#: How long a shutdown may take is vLLM's to say.
+_SHUTDOWN = "SHUTDOWN_S"
+
+_DEADLINES = {name.upper(): name for name in Deadlines.__struct_fields__ if name.upper() != _SHUTDOWN}
 _FIELDS = {name.upper(): name for name in Settings.__struct_fields__ if name != "deadlines"}
 
 
@@ -65,6 +68,8 @@ def parse_settings(environ: Mapping[str, str]) -> tuple[Settings, list[str]]:
         elif name in _FIELDS:
             problem = _take(fields, _FIELDS[name], variable, text)
             problems.extend([problem] if problem else [])
+        elif name == _SHUTDOWN:
+            problems.append(f"{variable} has no effect under vLLM; set VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS")
         elif name not in _ELSEWHERE:
             problems.append(f"{variable} is not a setting{_suggestion(name)}")
     settings = Settings(

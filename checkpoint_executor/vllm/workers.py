@@ -181,7 +181,7 @@ class WorkerSide:
         return {}
 
     def sleep(self) -> Figures:
-        figures = self.bytes_by_name()
+        figures = _with_device_bytes(self.bytes_by_name())
         if self.call.arena:
             from checkpoint_executor.vllm import backend
 
@@ -247,7 +247,12 @@ class WorkerSide:
     def discard(self, tags: Sequence[str]) -> Figures:
         figures = self.bytes_by_name()
         self.worker.discard(tuple(tags))
-        return {KV_CACHE: figures[KV_CACHE]} if KV_CACHE in tags else {}
+        return _with_device_bytes({KV_CACHE: figures[KV_CACHE]}) if KV_CACHE in tags else {}
+
+
+def _with_device_bytes(figures: Figures) -> Figures:
+    """The same, and what each tag takes on the device, which is what admission asks for: cumem counts whole pages."""
+    return {**figures, **{f"device_{tag}": figures[tag] for tag in ALL_TAGS if tag in figures}}
 
 
 class _Kept:

@@ -238,10 +238,17 @@ def _check_refusal(before: State, event: Event, instruction: Instruction) -> Non
         right = refusal is Refusal.INVALID
     elif before.phase not in (Phase.AWAKE, Phase.CHECKPOINTED) or before.rpc is not None:
         right = refusal is Refusal.BUSY
+    elif before.phase is Phase.AWAKE and before.sleeping == frozenset(ALL_TAGS) and _goes_to_sleep(event):
+        # All sleeps and nothing is checkpointed: the last sleep was undone, and the devices are not empty.
+        right = refusal is Refusal.UNDONE
     else:
         right = refusal is Refusal.ASLEEP or isinstance(instruction, Answer)
     if not right:
         _broken("a_refusal_has_its_reason", f"{event} in {before.phase}: {instruction}")
+
+
+def _goes_to_sleep(event: Event) -> bool:
+    return isinstance(event, SleepRequested) and event.level == 1
 
 
 def _can_never_be_right(event: Event) -> bool:

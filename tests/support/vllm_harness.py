@@ -151,8 +151,8 @@ class VllmMachine:
         return status.read_all(str(self.runtime_base))
 
     @contextmanager
-    def room_taken(self, rank: int = 0) -> Iterator[None]:
-        """Another process holds all that is free on a rank's device."""
+    def room_taken(self, rank: int = 0, leave_bytes: int = 0) -> Iterator[None]:
+        """Another process holds all that is free on a rank's device, but for so many bytes."""
         gpu = self.gpu(rank)
         child = ChildProcess(
             "tests.support.soft_target_main",
@@ -160,7 +160,7 @@ class VllmMachine:
                 "root": str(self.root),
                 "device": gpu.name,
                 "capacity_bytes": gpu.total_bytes,
-                "size_bytes": gpu.total_bytes - gpu.used_bytes() - CONTEXT_BYTES,
+                "size_bytes": gpu.total_bytes - gpu.used_bytes() - CONTEXT_BYTES - leave_bytes,
                 "seed": 0,
             },
             device=gpu.name,

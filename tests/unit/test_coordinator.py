@@ -799,6 +799,13 @@ def test_under_vllm_an_undone_sleep_stays_an_ordinary_sleep_until_wake_up(make: 
     assert refuse.refusal is Refusal.UNDONE
     assert "in ordinary level-1 sleep, and its scheduler is paused: call wake_up()" in refuse.message
     assert (m.phase, m.state.sleeping) == (Phase.AWAKE, EVERYTHING)
+    # A success would say that the device is empty, and it is not.
+    m.sleep()
+    again = m.done[-1]
+    assert isinstance(again, Refuse)
+    assert again.refusal is Refusal.UNDONE
+    assert "the last sleep was undone" in again.message
+    assert (m.phase, m.state.sleeping) == (Phase.AWAKE, EVERYTHING)
     assert sent([*m.wake(), *m.finish()]) == ["admit_wake", "worker_wake", "measure_woken"]
     assert not m.state.is_sleeping
 

@@ -20,7 +20,7 @@ def test_a_number_of_seconds_is_kept_and_what_never_ends_is_none(given: Any, wai
 
 @pytest.mark.parametrize("given", ["1", True, float("nan"), -1, [], 1j])
 def test_what_is_no_time_is_refused_by_name(given: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="timeout_s must .* Nothing was sent"):
+    with pytest.raises(InvalidRequestError, match=r"timeout_s must .* Nothing was sent"):
         to_wait_s(given, "timeout_s", zero_allowed=True)
 
 

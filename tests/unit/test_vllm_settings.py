@@ -53,6 +53,13 @@ def test_everything_that_is_wrong_is_named() -> None:
     assert "CHECKPOINT_EXECUTOR_COLOUR is not a setting; known are" in text
 
 
+def test_a_deadline_that_is_vllms_is_not_silently_ignored() -> None:
+    _, problems = parse_settings({"CHECKPOINT_EXECUTOR_SHUTDOWN_S": "1"})
+    assert problems == [
+        "CHECKPOINT_EXECUTOR_SHUTDOWN_S has no effect under vLLM; set VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
+    ]
+
+
 def test_a_lock_timeout_beyond_its_stage_is_refused() -> None:
     _, problems = parse_settings({"CHECKPOINT_EXECUTOR_DRIVER_LOCK_S": "40"})
     assert len(problems) == 1

@@ -102,7 +102,13 @@ def do(
 def test_a_reply_names_its_cycle_stage_and_rank() -> None:
     reply = do(Worker(), "worker_sleep")
     assert (reply.cycle, reply.index, reply.stage, reply.rank, reply.error) == (3, 2, "worker_sleep", 1, None)
-    assert reply.figures == {"weights": 10, "kv_cache": 20, "suspendable": 5}
+    assert reply.figures == {
+        "weights": 10,
+        "kv_cache": 20,
+        "suspendable": 5,
+        "device_weights": 10,
+        "device_kv_cache": 20,
+    }
 
 
 def test_an_exception_is_an_answer_and_never_leaves() -> None:
@@ -183,5 +189,8 @@ def test_an_introduction_names_the_device() -> None:
 
 def test_a_release_reports_what_it_dropped() -> None:
     worker = Worker()
-    assert do(worker, "worker_discard", tags=("kv_cache",)).figures == {"kv_cache": 20}
+    assert do(worker, "worker_discard", tags=("kv_cache",)).figures == {
+        "kv_cache": 20,
+        "device_kv_cache": 20,
+    }
     assert worker.calls == [("discard", ("kv_cache",))]

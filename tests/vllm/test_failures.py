@@ -15,6 +15,7 @@ import pytest
 from checkpoint_executor import procfs
 from checkpoint_executor.faults import Fault, Injection
 from checkpoint_executor.messages import Role
+from checkpoint_executor.softgpu import CONTEXT_BYTES
 from tests.support.vllm_forked import cycle_in_process, forked, hold_engine
 from tests.support.vllm_harness import Engine, VllmMachine
 from tests.support.vllm_waiting import wait_until
@@ -65,6 +66,50 @@ def test_a_failed_lock_is_undone_and_the_engine_serves_on(machine: VllmMachine) 
     engine.llm.sleep(level=1)
     assert engine.used_bytes == [0, 0]
     engine.llm.wake_up()
+    assert engine.tokens() == tokens
+
+
+def test_a_sleep_after_an_undone_one_is_refused_until_wake_up(machine: VllmMachine) -> None:
+    """A success would tell the caller that the device is empty."""
+    engine = machine.start(1, [inject(Fault.DRIVER_ERROR, Role.HELPER, "lock", code=600)])
+    tokens = engine.tokens()
+    fails(lambda: engine.llm.sleep(level=1), "the driver could not lock every rank")
+    assert engine.used_bytes[0] > 0
+    fails(lambda: engine.llm.sleep(level=1), "the last sleep was undone .*call wake_up")
+    assert engine.wake()
+    assert engine.tokens() == tokens
+    engine.llm.sleep(level=1)
+    assert engine.used_bytes == [0]
+    engine.llm.wake_up()
+    assert engine.tokens() == tokens
+
+
+def test_a_wake_that_lacks_room_for_the_tags_alone_is_refused(machine: VllmMachine) -> None:
+    engine = machine.start(environ={"CHECKPOINT_EXECUTOR_WAKE_MARGIN_MIB": "0"})
+    tokens = engine.tokens()
+    awake_bytes = engine.used_bytes[0]
+    engine.llm.sleep(level=1)
+    for tags in (None, ["weights"]):
+        lacking = awake_bytes // 2 if tags is None else awake_bytes
+        # Enough for the driver's part, which is a context and little else.
+        with machine.room_taken(leave_bytes=max(awake_bytes - lacking, CONTEXT_BYTES + 4096)):
+            fails(lambda tags=tags: engine.llm.wake_up(tags=tags), r"lacks \d+ bytes .*Nothing was touched")  # type: ignore[misc]
+            assert engine.status.phase == "checkpointed"
+    engine.llm.wake_up(tags=["weights"])
+    with machine.room_taken(leave_bytes=4096):
+        fails(lambda: engine.llm.wake_up(tags=["kv_cache"]), r"lacks \d+ bytes .*Nothing was touched")
+    assert engine.wake()
+    assert engine.tokens() == tokens
+
+
+def test_a_wake_that_lacks_room_after_a_release_is_refused(machine: VllmMachine) -> None:
+    engine = machine.start(environ={"CHECKPOINT_EXECUTOR_WAKE_MARGIN_MIB": "0"})
+    tokens = engine.tokens()
+    engine.llm.sleep(level=0)
+    engine.client.call_utility("release_kv_cache_memory")
+    with machine.room_taken(leave_bytes=4096):
+        fails(lambda: engine.llm.wake_up(tags=["kv_cache"]), r"lacks \d+ bytes .*Nothing was touched")
+    assert engine.wake()
     assert engine.tokens() == tokens
 
 
@@ -141,6 +186,14 @@ def test_a_communicator_that_was_not_suspended_is_caught_before_the_lock(machine
     assert_dead(engine)
 
 
+def test_a_stopped_worker_cannot_keep_a_sleep_from_beginning(machine: VllmMachine) -> None:
+    """vLLM asks the workers for things before it sleeps, and waits for the answers without a deadline."""
+    engine = machine.start(2, environ={"CHECKPOINT_EXECUTOR_WORKER_SLEEP_S": "2"})
+    os.kill(engine.worker_pids[1], signal.SIGSTOP)
+    fails(lambda: engine.llm.sleep(level=1), "no answer to '.*' within 2 s: a worker is stopped or stuck")
+    assert_dead(engine)
+
+
 def test_a_worker_killed_while_asleep_ends_the_engine(machine: VllmMachine) -> None:
     engine = machine.start(2)
     engine.llm.sleep(level=1)
@@ -154,7 +207,7 @@ def test_a_helper_killed_while_awake_ends_the_engine(machine: VllmMachine) -> No
     assert_dead(engine)
 
 
-def test_a_batch_that_needs_sleeping_memory_is_refused(machine: VllmMachine) -> None:
+def test_a_batch_that_needs_sleeping_memory_is_refused(machine: VllmMachine, capfd: pytest.CaptureFixture[str]) -> None:
     """An explicit resume past a sleeping engine: vLLM has no way to refuse a batch but to end."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -166,6 +219,9 @@ def test_a_batch_that_needs_sleeping_memory_is_refused(machine: VllmMachine) -> 
     with pytest.raises(EngineDeadError):
         engine.finish()
     engine.assert_gone()
+    text = capfd.readouterr()
+    # The same end comes of a batch that ran on memory that is not there.
+    assert "the call needs memory that is asleep (kv_cache)" in text.out + text.err
 
 
 def test_a_failed_start_leaves_nothing(machine: VllmMachine, capfd: pytest.CaptureFixture[str]) -> None:
