@@ -27,7 +27,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))  # a checkout needs no installation
 
-from checkpoint_executor import CUDACheckpointExecutor, CycleReport  # noqa: E402
+from checkpoint_executor import CUDACheckpointExecutor, CycleReport, procfs  # noqa: E402
 from checkpoint_executor.workers import Worker  # noqa: E402
 from scripts.benchmarking.ballast import GIB, MIB, BallastWorker  # noqa: E402
 from scripts.benchmarking.machine import (  # noqa: E402
@@ -87,7 +87,7 @@ class Bench:
 
     def wait_for_bytes(self, expected: list[int]) -> tuple[list[int], float]:
         """Poll until the devices are down to what they were; returns the last reading and how long it took."""
-        return wait_for_bytes(expected, lambda: self.used_bytes(len(expected)))
+        return wait_for_bytes(expected, lambda: self.used_bytes(len(expected)), slack_bytes=0)
 
     def replay_us(self, executor: CUDACheckpointExecutor) -> list[float]:
         """By rank. The software device's graphs are slow and only have to run."""
@@ -328,8 +328,13 @@ class Bench:
             begun = time.monotonic()
             executor.shutdown()
             data["shutdown_s"] = time.monotonic() - begun
+        begun = time.monotonic()
         data["left_bytes"], data["empty_after_s"] = self.wait_for_bytes(empty)
-        data["processes_left"] = [name for name, pid in pids.items() if Path(f"/proc/{pid}").exists()]
+        # A process is dead before its parent, or here init, has reaped it.
+        while (alive := [name for name, pid in pids.items() if procfs.is_alive(pid)]) and time.monotonic() - begun < 20:
+            time.sleep(0.002)
+        data["gone_after_s"] = time.monotonic() - begun
+        data["processes_left"] = alive
         self.save(f"leftovers-{how}", data)
         left = max(a - b for a, b in zip(data["left_bytes"], empty, strict=True))
         self.rows.append((f"leftovers {how}", f"{left / MIB:.0f} MiB", f"{data['empty_after_s']:.2f} s"))
@@ -373,18 +378,29 @@ def hold(args: argparse.Namespace, ranks: int) -> None:
     signal.pause()
 
 
-def main() -> None:
+def _names(*known: str) -> Callable[[str], str]:
+    """A list of some of these, with commas between them."""
+
+    def names(text: str) -> str:
+        if unknown := [name for name in text.split(",") if name not in known]:
+            raise argparse.ArgumentTypeError(f"{', '.join(map(repr, unknown))}: known are {', '.join(known)}")
+        return text
+
+    return names
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "soft"), default="cuda")
     parser.add_argument("--soft-root", default="")
-    parser.add_argument("--parts", default="table,ways,leftovers")
+    parser.add_argument("--parts", type=_names("table", "ways", "leftovers", "replay"), default="table,ways,leftovers")
     parser.add_argument("--ranks", default="1,2")
     parser.add_argument("--gib", default="1,8,16,32")
     parser.add_argument("--ways-gib", default="16")
     parser.add_argument("--kv-gib", type=float, default=8.0)
     parser.add_argument("--graphs", type=int, default=16)
     parser.add_argument("--cycles", type=int, default=6)
-    parser.add_argument("--communication", default="suspend")
+    parser.add_argument("--communication", type=_names("suspend", "socket"), default="suspend")
     parser.add_argument("--verify", action="store_true", help="hash the weights before sleep and after wake")
     parser.add_argument("--out", default="bench-out")
     parser.add_argument("--hold", type=int, default=0, help=argparse.SUPPRESS)
@@ -395,7 +411,7 @@ def main() -> None:
         args.soft_root = str(default_root())
     if args.hold:
         hold(args, args.hold)
-        return
+        return 0
     bench = Bench(args)
     for part in args.parts.split(","):
         getattr(bench, part)()
@@ -404,7 +420,8 @@ def main() -> None:
     )
     for row in bench.rows:
         print(" | ".join(row))
+    return 1 if any("FAILED" in row for row in bench.rows) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -74,14 +74,18 @@ def visible_gpus(nvml: Any, count: int) -> list[Any]:
 
 
 def wait_for_bytes(
-    expected: list[int], read: Callable[[], list[int]], deadline_s: float = 20.0
+    expected: list[int], read: Callable[[], list[int]], deadline_s: float = 20.0, slack_bytes: int = 1 << 20
 ) -> tuple[list[int], float]:
-    """Poll until the devices are down to what they were; returns the last reading and how long it took, seconds."""
+    """Poll until the devices are down to what they were; returns the last reading and how long it took, seconds.
+
+    Args:
+        slack_bytes: how much more than before counts as nothing.
+    """
     begun = time.monotonic()
     while True:
         used = read()
         waited = time.monotonic() - begun
-        if all(u <= e + (1 << 20) for u, e in zip(used, expected, strict=True)) or waited > deadline_s:
+        if all(u <= e + slack_bytes for u, e in zip(used, expected, strict=True)) or waited > deadline_s:
             return used, waited
         time.sleep(0.02)
 
