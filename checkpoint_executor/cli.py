@@ -198,9 +198,14 @@ def _demo(args: argparse.Namespace) -> int:
         weights_gib=args.weights_gib,
     )
     report = demo.run(options, _Progress(progress))
-    if args.json is not None:
-        args.json.write_bytes(report.to_json())
+    # First, so that a full disk costs the file and not the result.
     print_demo(report, out)
+    if args.json is not None:
+        try:
+            args.json.write_bytes(report.to_json())
+        except OSError as error:
+            progress.print(f"{args.json} could not be written: {error.strerror}", markup=False, highlight=False)
+            return EXIT_FAILED
     return EXIT_OK if report.passed else EXIT_FAILED
 
 

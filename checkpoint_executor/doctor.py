@@ -229,7 +229,7 @@ def _targets_of(pid: int, kind: str, roots: Roots) -> list[int]:
         return [pid]
     try:
         family = [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
+    except (psutil.NoSuchProcess, ValueError):  # psutil's word for a negative number
         raise ProcessLookupError(f"no process {pid}") from None
     using = []
     for child in family:

@@ -139,6 +139,8 @@ class _Reply(Struct):
     message: str = ""
     traceback_text: str = ""
     fatal: bool = False
+    #: Whether there was an engine when it happened.
+    built: bool = True
 
 
 class Supervised(Generic[E]):
@@ -394,7 +396,8 @@ def _rebuild_error(reply: _Reply, facts: list[bytes]) -> Exception:
         error: Exception = getattr(errors, name)(reply.message, **payload.decode_result(facts))
         return error
     return EngineCallError(
-        f"{reply.error_type}: {reply.message}. The engine is unharmed.\n\n{reply.traceback_text}",
+        f"{reply.error_type}: {reply.message}. {'The engine is unharmed' if reply.built else 'There is no engine yet'}."
+        f"\n\n{reply.traceback_text}",
         error_type=reply.error_type,
         traceback_text=reply.traceback_text,
     )
@@ -424,13 +427,13 @@ def _host(connection: Connection) -> None:
             answer = [msgspec.json.encode(result)] if kind == "report" else payload.encode_result(result)
             reply = _Reply(len(answer), kind)
         except Exception as error:  # noqa: BLE001 - the caller's code
-            reply, answer = _describe_error(error)
+            reply, answer = _describe_error(error, built=engine is not None)
         connection.send_bytes(msgspec.json.encode(reply))
         for frame in answer:
             connection.send_bytes(frame)
 
 
-def _describe_error(error: Exception) -> tuple[_Reply, Sequence[Frame]]:
+def _describe_error(error: Exception, *, built: bool) -> tuple[_Reply, Sequence[Frame]]:
     if isinstance(error, payload.UnsupportedResultError):
         error = ResultTypeError(f"{error}. The engine is unharmed")
     kind = type(error)
@@ -446,6 +449,7 @@ def _describe_error(error: Exception) -> tuple[_Reply, Sequence[Frame]]:
         error_type=kind.__name__ if answer else f"{kind.__module__}.{kind.__qualname__}",
         message=str(error),
         traceback_text="".join(traceback.format_exception(error)),
+        built=built,
         fatal=isinstance(error, FatalError) or any(base.__name__ in _FATAL_NAMES for base in kind.__mro__),
     )
     return reply, answer

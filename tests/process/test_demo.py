@@ -45,6 +45,13 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_a_file_that_cannot_be_written_costs_the_file_and_not_the_result() -> None:
+    done = command("--cycles", "1", "--json", "/dev/full")
+    assert done.returncode == 1
+    assert "PASSED" in done.stdout
+    assert "/dev/full could not be written: No space left on device" in done.stderr
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_command_passes_with_the_example_model(ranks: int, tmp_path: Path) -> None:
     file = tmp_path / "result.json"

@@ -416,6 +416,11 @@ def plain() -> Iterator[Supervised[Plain]]:
         yield made
 
 
+def test_a_factory_that_raises_leaves_no_engine_to_be_unharmed() -> None:
+    with pytest.raises(EngineCallError, match=r"ZeroDivisionError.*There is no engine yet\."):
+        Supervised(lambda: 1 // 0)
+
+
 def count(engine: Supervised[Plain]) -> int:
     """Calls that the present engine has counted: 1 for a new one."""
     return engine.call(lambda plain: plain.count(), DEADLINE_S)

@@ -118,10 +118,11 @@ def test_no_gpu_is_one_line_and_a_status_of_its_own(tmp_path: Path) -> None:
     assert "no NVIDIA GPU" in text
 
 
-def test_no_such_process_is_a_usage_error(machine: Roots) -> None:
-    report = doctor.examine(Options(pid=2**22 + 1), machine)
+@pytest.mark.parametrize("pid", [2**22 + 1, 0, -5])
+def test_no_such_process_is_a_usage_error(machine: Roots, pid: int) -> None:
+    report = doctor.examine(Options(pid=pid), machine)
     assert report.exit_status is ExitStatus.USAGE
-    assert printed(report).strip() == f"doctor: no process {2**22 + 1}"
+    assert printed(report).strip() == f"doctor: no process {pid}"
 
 
 def test_every_exit_status_is_documented() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
+from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,6 +15,7 @@ import pytest
 
 from checkpoint_executor import procfs
 from checkpoint_executor.messages import StageCommand, StageReply
+from checkpoint_executor.vllm import workers
 from checkpoint_executor.vllm.workers import Figures, StageCall, WorkerSide, perform
 
 
@@ -45,8 +49,19 @@ class Worker:
         self.calls.append(("discard", tags))
 
 
+def _put(value: int, _communicator: Any, _which: Any, found: Any) -> int:
+    """NCCL's way to answer: through a pointer."""
+    found._obj.value = value
+    return 0
+
+
 class Communicator:
-    def __init__(self, suspended: bool, *, disabled: bool = False, has_suspend: bool = True) -> None:
+    comm = 0
+
+    def __init__(
+        self, suspended: bool, *, disabled: bool = False, has_suspend: bool = True, memory_bytes: int = 0
+    ) -> None:
+        self.lib = SimpleNamespace(ncclCommMemStats=partial(_put, memory_bytes))
         self._suspended = suspended
         self.disabled = disabled
         self.nccl = self
@@ -81,7 +96,13 @@ def _gc_as_before() -> Iterator[None]:
 
 
 def do(
-    worker: Worker, stage: str, *, tags: tuple[str, ...] = (), deferred: tuple[Any, ...] = (), **told: Any
+    worker: Worker,
+    stage: str,
+    *,
+    tags: tuple[str, ...] = (),
+    deferred: tuple[Any, ...] = (),
+    side: type[WorkerSide] = Side,
+    **told: Any,
 ) -> StageReply:
     call = StageCall(
         **{
@@ -96,7 +117,7 @@ def do(
             **told,
         }
     )
-    return msgspec.msgpack.decode(perform(worker, Side, msgspec.msgpack.encode(call), deferred), type=StageReply)
+    return msgspec.msgpack.decode(perform(worker, side, msgspec.msgpack.encode(call), deferred), type=StageReply)
 
 
 def test_a_reply_names_its_cycle_stage_and_rank() -> None:
@@ -118,6 +139,64 @@ def test_an_exception_is_an_answer_and_never_leaves() -> None:
     assert reply.error is not None
     assert reply.error.error_type == "builtins.TypeError"
     assert do(Worker(), "dance").error is not None
+
+
+class RealBytes(Side):
+    """The bytes as cumem counts them; everything else stands in."""
+
+    bytes_by_name = WorkerSide.bytes_by_name
+
+
+def test_what_cumem_holds_is_counted_by_tag_and_the_rest_comes_back_with_any_wake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entries = {
+        0x1000: SimpleNamespace(tag="weights", handle=(0, 4 << 20, 0x1000, 0)),
+        0x2000: SimpleNamespace(tag="weights", handle=(0, 2 << 20, 0x2000, 0)),
+        0x3000: SimpleNamespace(tag="kv_cache", handle=(0, 8 << 20, 0x3000, 0)),
+        0x4000: SimpleNamespace(tag="cudagraph", handle=(0, 1 << 20, 0x4000, 0)),
+    }
+    module = ModuleType("vllm.device_allocator")
+    module.get_mem_allocator_instance = lambda: SimpleNamespace(pointer_to_data=entries)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator", module)
+    Side.found = [
+        ("tp", Communicator(True, memory_bytes=3 << 20)),
+        ("pp", None),
+        ("off", Communicator(True, disabled=True)),
+    ]
+    expected = {"weights": 6 << 20, "kv_cache": 8 << 20, "suspendable": 4 << 20}
+    on_device = {"device_weights": 6 << 20, "device_kv_cache": 8 << 20}
+    assert do(Worker(), "worker_sleep", side=RealBytes, suspended=False).figures == {**expected, **on_device}
+    assert do(Worker(), "worker_discard", side=RealBytes, tags=("kv_cache",)).figures == {
+        "kv_cache": 8 << 20,
+        "device_kv_cache": 8 << 20,
+    }
+
+
+def test_a_worker_lets_the_helper_trace_it_and_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(workers, "allow_tracing_by", lambda pid: done.append(("trace", pid)))
+    monkeypatch.setattr(workers, "_die_with", lambda pid, started: done.append(("die with", pid, started)))
+    monkeypatch.setattr(workers, "_require_workspace_hooks", lambda: done.append(("hooks",)))
+    reply = do(Worker(), "introduce", helper_pid=77, suspended=False)
+    assert reply.error is None
+    assert done == [("trace", 77), ("die with", os.getppid(), procfs.start_time(os.getppid())), ("hooks",)]
+
+
+@pytest.mark.parametrize("able", [False, True])
+def test_a_flashinfer_that_cannot_give_its_workspaces_up_is_refused(
+    monkeypatch: pytest.MonkeyPatch, able: bool
+) -> None:
+    monkeypatch.setattr(workers, "allow_tracing_by", lambda pid: None)
+    monkeypatch.setattr(workers, "_die_with", lambda pid, started: None)
+    module = ModuleType("flashinfer.comm.allreduce")
+    hooks = {"checkpoint_prepare": None} if able else {}
+    module.TRTLLMAllReduceFusionWorkspace = type("Workspace", (), hooks)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer.comm.allreduce", module)
+    error = do(Worker(), "introduce", suspended=False).error
+    assert (error is None) == able
+    assert error is None or "no checkpoint_prepare: 0.6.18 or later is needed" in error.message
 
 
 def test_the_collector_is_off_from_prepare_to_restore() -> None:
