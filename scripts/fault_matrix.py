@@ -189,12 +189,26 @@ def markdown(outcomes: Sequence[Outcome], facts: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return value
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+    return text
+
+
 def main() -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="tensor-parallel sizes")
-    parser.add_argument("--only", default="", help="a regular expression on the cell's name")
-    parser.add_argument("--jobs", type=int, default=3, help="processes; most of a hang is waiting")
+    parser.add_argument("--sizes", type=_count, nargs="+", default=list(SIZES), help="tensor-parallel sizes")
+    parser.add_argument("--only", type=_pattern, default="", help="a regular expression on the cell's name")
+    parser.add_argument("--jobs", type=_count, default=3, help="processes; most of a hang is waiting")
     parser.add_argument("--list", action="store_true", help="count the cells and run none")
     parser.add_argument("--again", action="store_true", help="run what ended wrongly, update the files of the last run")
     parser.add_argument("--out", type=Path, default=None, help="default: docs/measurements/DATE-software-device")
@@ -219,6 +233,8 @@ def main() -> int:
         console.print(f"  {number:6} not run: {reason}")
     if arguments.list:
         return 0
+    if not cells:
+        parser.error("no cell is left to run: see --list")
 
     begun = time.monotonic()
     outcomes: list[Outcome] = []
@@ -226,10 +242,13 @@ def main() -> int:
     before_s = 0.0
     folder = arguments.out or REPOSITORY / "docs" / "measurements" / f"{date.today().isoformat()}-software-device"
     if arguments.again:
-        before_s, earlier = read(folder / "fault-matrix.json")
+        try:
+            before_s, earlier = read(folder / "fault-matrix.json")
+        except OSError as error:
+            parser.error(f"--again needs the files of the last run: {error}")
         kept = [outcome for outcome in earlier if not outcome.problem]
-        known = {outcome.cell for outcome in kept}
-        cells = [cell for cell in cells if cell not in known]
+        wrong = {outcome.cell for outcome in earlier if outcome.problem}
+        cells = [cell for cell in cells if cell in wrong]
     # Cells of one size together, so that survivors are of use.
     chunks = [cells[start : start + CHUNK] for start in range(0, len(cells), CHUNK)]
     with ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:

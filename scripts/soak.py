@@ -327,7 +327,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--communication", choices=("suspend", "socket"), default="suspend")
     parser.add_argument("--seed", type=int, default=20270107, help="of prompts, bursts and who is occupied when")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the result; its lines are in FILE.jsonl meanwhile")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="the result; its lines lie beside it meanwhile, in a .jsonl"
+    )
     parser.add_argument("--finish", type=Path, metavar="FILE.jsonl", help="judge a run that was killed")
     parser.add_argument("--show-probe-catches", action="store_true", help="show that the probe finds errors")
     options = parser.parse_args(argv)
@@ -343,7 +345,11 @@ def main(argv: Sequence[str]) -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     one_heap()
     if options.finish is not None:
-        result = finish(options.finish, options.json or options.finish.with_suffix(".json"))
+        try:
+            result = finish(options.finish, options.json or options.finish.with_suffix(".json"))
+        except (OSError, ValueError) as error:
+            console.print(f"soak: {options.finish}: {error}", style="red", markup=False)
+            return 2
         show(result, console)
         return 0 if result["ok"] else 1
     if options.show_probe_catches:
