@@ -193,6 +193,18 @@ class VllmMachine:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
+#: The other accepted environment, beside what is the same in both.
+SOCKET = {
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_CUMEM_HOST_ENABLE": "0",
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+}
+
+
 def suspend_environment(ranks: int) -> dict[str, str]:
     """The accepted environment for more than one rank, as docs/vllm.md has it."""
     settings = communication.required_settings(communication.SUSPEND, ranks, vllm=True)

@@ -12,19 +12,9 @@ from typing import Any
 import pytest
 
 import checkpoint_executor
-from tests.support.vllm_harness import EXECUTOR, VllmMachine, suspend_environment
+from tests.support.vllm_harness import EXECUTOR, SOCKET, VllmMachine, suspend_environment
 
 Make = Callable[..., Any]
-
-SOCKET = {
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_CUMEM_HOST_ENABLE": "0",
-    "NCCL_CUMEM_ENABLE": "0",
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-}
 
 
 @pytest.fixture
