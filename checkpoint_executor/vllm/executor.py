@@ -16,12 +16,14 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from select import POLLIN, poll
 from typing import Any, ClassVar
 
+import cloudpickle
 import msgspec
 import vllm
 from vllm import envs
@@ -434,7 +436,40 @@ class CUDACheckpointExecutor(MultiprocExecutor):  # type: ignore[misc, unused-ig
                 control.submit(lambda number: RpcRequested(number, execution=bool(tokens))).future.result()
         if timeout is None and method in _HOUSEKEEPING and control is not None:
             return self._keep_house(method, args, kwargs, non_block, unique_reply_rank, **more)
-        return super().collective_rpc(method, timeout, args, kwargs, non_block, unique_reply_rank, **more)
+        try:
+            return super().collective_rpc(method, timeout, args, kwargs, non_block, unique_reply_rank, **more)
+        except RuntimeError as error:
+            if control is not None and not non_block and unique_reply_rank is None and self.world_size > 1:
+                self._realign(error)
+            raise
+
+    def _realign(self, failure: RuntimeError) -> None:
+        """Skip what other ranks answer to a call that failed on one.
+
+        vLLM stops reading at the first failure and takes those answers for the next call's (0.31 to 0.33): after a
+        method that raised, the next sleep would get a wrong answer of the second rank.
+        """
+        if self.is_failed:
+            return  # nobody answers any more
+        mark = os.urandom(16)
+        deadline_s = self._config.deadlines.worker_sleep_s
+        until = time.monotonic() + deadline_s
+        function = cloudpickle.dumps(_repeat)  # type: ignore[no-untyped-call]
+        self.rpc_broadcast_mq.enqueue((function, (mark,), {}, None))
+        try:
+            for answers in self.response_mqs:
+                while True:
+                    _, answer = answers.dequeue(timeout=max(0.0, until - time.monotonic()))
+                    if isinstance(answer, bytes) and answer == mark:
+                        break
+        except TimeoutError:
+            for worker in self.workers:
+                worker.proc.kill()
+            raise DeadlineError(
+                f"after a call that failed ({failure}) the other ranks did not finish it within {deadline_s:g} s. The "
+                "workers and the helper were killed; build a new executor.",
+                deadline_s=deadline_s,
+            ) from failure
 
     def _keep_house(self, method: Any, *more: Any, **options: Any) -> Any:
         """What EngineCore asks of the workers before a sleep, without a deadline: a stopped worker would keep the sleep
@@ -561,6 +596,11 @@ def _is_engine_process() -> bool:
     """Whether this is a process that vLLM started for EngineCore or a worker: vLLM rebuilds its configuration there."""
     name = multiprocessing.current_process().name
     return name.startswith(("EngineCore", "VllmWorker"))
+
+
+def _repeat(_worker: object, mark: bytes) -> bytes:
+    """In a worker: the answer that all answers to earlier calls are before."""
+    return mark
 
 
 def _use_faster_pinning() -> None:

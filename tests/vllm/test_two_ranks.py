@@ -49,6 +49,19 @@ def test_a_partial_wake_resumes_the_communicators(engine: Engine) -> None:
     assert engine.tokens() == tokens
 
 
+def test_a_method_that_raises_leaves_no_answer_for_the_next_call(engine: Engine) -> None:
+    """vLLM reads no further than the first rank that failed, and would take the other's answer for the sleep's."""
+    tokens = engine.tokens()
+    for _ in range(2):
+        with pytest.raises(Exception, match="Worker failed with error"):
+            engine.rpc("no_such_method")
+    assert engine.rpc("known_requests") == [[], []]
+    engine.llm.sleep(level=1)
+    assert engine.used_bytes == [0, 0]
+    engine.llm.wake_up()
+    assert engine.tokens() == tokens
+
+
 def test_housekeeping_and_rejections_count_the_ranks(engine: Engine) -> None:
     engine.llm.sleep(level=1)
     engine.llm.sleep(level=1)
