@@ -365,7 +365,7 @@ def _require_worker_class(worker: object) -> None:
     if isinstance(worker, type):
         return
     if isinstance(worker, str):
-        module, _, name = worker.partition(":")
+        module, _, name = worker.rpartition(":" if ":" in worker else ".")
         if module and name:
             return
     message = (

@@ -230,7 +230,7 @@ def test_a_result_without_end_is_an_error(executor: CUDACheckpointExecutor) -> N
         result.append(result)
         return result
 
-    with pytest.raises(WorkerMethodError, match="RecursionError"):
+    with pytest.raises(ResultTypeError, match="rank 0: result is nested too deeply, or holds itself"):
         executor.collective_rpc(endless)
 
 
