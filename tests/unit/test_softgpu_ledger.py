@@ -97,6 +97,7 @@ def test_processes_that_compete_never_get_more_than_the_capacity(backend: SoftBa
             each.wait_ready()
         except MemoryError:
             refused += 1
+            each.wait_exit()  # until then it holds what it had before it was refused
     # Three thirds do not fit beside three contexts.
     assert refused == 2
     assert backend.gpu.used_bytes() == 2 * (size_bytes + CONTEXT_BYTES)
