@@ -463,13 +463,16 @@ class CUDACheckpointExecutor(MultiprocExecutor):  # type: ignore[misc, unused-ig
                     if isinstance(answer, bytes) and answer == mark:
                         break
         except TimeoutError:
-            for worker in self.workers:
-                worker.proc.kill()
-            raise DeadlineError(
-                f"after a call that failed ({failure}) the other ranks did not finish it within {deadline_s:g} s. The "
-                "workers and the helper were killed; build a new executor.",
-                deadline_s=deadline_s,
-            ) from failure
+            what = f"after a call that failed ({failure}) the other ranks did not finish it within {deadline_s:g} s"
+            raise self._kill_late(what, deadline_s) from failure
+
+    def _kill_late(self, what: str, deadline_s: float) -> DeadlineError:
+        """Kill the workers, whose answers are out of step from now on; the control thread ends the rest."""
+        for worker in self.workers:
+            worker.proc.kill()
+        return DeadlineError(
+            f"{what}. The workers and the helper were killed; build a new executor.", deadline_s=deadline_s
+        )
 
     def _keep_house(self, method: Any, *more: Any, **options: Any) -> Any:
         """What EngineCore asks of the workers before a sleep, without a deadline: a stopped worker would keep the sleep
@@ -479,13 +482,8 @@ class CUDACheckpointExecutor(MultiprocExecutor):  # type: ignore[misc, unused-ig
         try:
             return super().collective_rpc(method, deadline_s, *more, **options)
         except TimeoutError as error:
-            for worker in self.workers:
-                worker.proc.kill()
-            raise DeadlineError(
-                f"no answer to {method!r} within {deadline_s:g} s: a worker is stopped or stuck. The workers and the "
-                "helper were killed; build a new executor.",
-                deadline_s=deadline_s,
-            ) from error
+            what = f"no answer to {method!r} within {deadline_s:g} s: a worker is stopped or stuck"
+            raise self._kill_late(what, deadline_s) from error
 
     def _answer(self, value: Any, non_block: bool, unique_reply_rank: int | None) -> Any:
         answer = [value] * self.world_size if unique_reply_rank is None else value
