@@ -256,6 +256,11 @@ class Engine:
     def used_bytes(self) -> list[int]:
         return self.machine.used_bytes(self.ranks)
 
+    @property
+    def nothing(self) -> list[int]:
+        """:attr:`used_bytes` of a checkpointed engine."""
+        return [0] * self.ranks
+
     def tokens(self, prompt: Sequence[int] = PROMPT, count: int = 24) -> list[int]:
         """Greedy tokens after a prompt."""
         from vllm import SamplingParams

@@ -75,13 +75,14 @@ class Client:
 class Server(Client):
     """``vllm serve`` in development mode."""
 
-    def __init__(self, machine: VllmMachine) -> None:
+    def __init__(self, machine: VllmMachine, ranks: int = 1) -> None:
         super().__init__(free_port())
         self.machine = machine
+        self.ranks = ranks
         self.log_path = machine.folder / "server.log"
-        command = serve_command(machine, self.port)
+        command = serve_command(machine, self.port, ranks)
         # (The command line would spawn the rest as well; how workers start is another test's subject.)
-        environ = {**server_environment(machine), "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+        environ = {**server_environment(machine, ranks), "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
         # Forked, because this process has imported what a new one would import for 20 s.
         self.process = multiprocessing.get_context("fork").Process(
             target=_serve, args=(command, environ, self.log_path), name="api-server"
@@ -102,6 +103,15 @@ class Server(Client):
     def status(self) -> status.Status:
         (found,) = self.machine.statuses()
         return found
+
+    @property
+    def used_bytes(self) -> list[int]:
+        return self.machine.used_bytes(self.ranks)
+
+    @property
+    def nothing(self) -> list[int]:
+        """:attr:`used_bytes` of a checkpointed engine."""
+        return [0] * self.ranks
 
     def close(self) -> None:
         assert self.process.pid is not None
@@ -126,19 +136,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def server_environment(machine: VllmMachine) -> dict[str, str]:
+def server_environment(machine: VllmMachine, ranks: int = 1) -> dict[str, str]:
     """What the server is to have in its environment."""
-    environ = machine.environment(1, VLLM_SERVER_DEV_MODE="1")
+    environ = machine.environment(ranks, VLLM_SERVER_DEV_MODE="1")
     # As below a supervisor, which is how it should run.
     return {**environ, process_tree.MARKER: "test"}
 
 
-def serve_command(machine: VllmMachine, port: int) -> list[str]:
+def serve_command(machine: VllmMachine, port: int, ranks: int = 1) -> list[str]:
     """The command line of the server, whose model gets a tokenizer."""
     _write_tokenizer(machine.model)
     command = ["vllm", "serve", str(machine.model), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--served-model-name", "soft", "--load-format", "dummy", "--max-model-len", "512"]
     command += ["--enable-sleep-mode", "--distributed-executor-backend", EXECUTOR, "--enable-server-load-tracking"]
+    if ranks > 1:
+        command += ["--tensor-parallel-size", str(ranks), "--enable-nccl-comm-suspend", "--disable-custom-all-reduce"]
     return command
 
 

@@ -129,8 +129,12 @@ class SoftWorker(WorkerBase):  # type: ignore[misc, unused-ignore]
         )
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
+        # vLLM captures into the allocator's memory with this option; the graph's own pool is out of a sleep's reach.
+        offloaded = getattr(self.model_config, "sleep_mode_offload_cudagraph", False)
+        result = self.runtime.allocator.empty((1,), torch.int64) if offloaded else None
+
         def step() -> torch.Tensor:
-            value = torch.index_select(self.weights, 0, self.index)
+            value = torch.index_select(self.weights, 0, self.index, out=result)
             return self.runtime.communicator.all_reduce(value)
 
         with self.runtime.device_call():
@@ -249,6 +253,9 @@ class SoftWorker(WorkerBase):  # type: ignore[misc, unused-ignore]
     def compute_weight_checksums(self) -> dict[str, str]:
         with self.runtime.device_call():
             return {f"tp{self.rank}:weights": hashlib.sha256(self.weights.numpy().tobytes()).hexdigest()}
+
+    def ledger(self) -> dict[str, int]:
+        return self.runtime.ledger()
 
     def take_events(self) -> list[Any]:
         events, self.events = self.events, []

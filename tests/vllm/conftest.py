@@ -27,12 +27,25 @@ def _collect_before_the_end() -> Iterator[None]:
     gc.collect()
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the tests of a module that has ``RANKS`` with each of these numbers of ranks."""
+    numbers = getattr(metafunc.module, "RANKS", ())
+    if numbers and "ranks" in metafunc.fixturenames:
+        metafunc.parametrize("ranks", numbers, ids="tp{}".format, indirect=True, scope="module")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "/tests/vllm/" in str(item.path):
             item.add_marker(pytest.mark.vllm)
             # vLLM's own imports warn; what they warn of is not ours.
             item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest) -> int:
+    """How many ranks the test is for."""
+    return int(request.param)
 
 
 @pytest.fixture
@@ -46,11 +59,11 @@ def machine() -> Iterator[VllmMachine]:
 
 
 @pytest.fixture(scope="module")
-def engine_of_module(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """An engine that the tests of a module share; ``RANKS`` of the module says how many ranks."""
+def engine_of_module(ranks: int) -> Iterator[Engine]:
+    """An engine that the tests of a module share."""
     made = VllmMachine()
     try:
-        yield made.start(request.module.RANKS)
+        yield made.start(ranks)
     finally:
         made.close()
 

@@ -1,4 +1,5 @@
-"""vLLM under the supervisor: ``vllm serve`` as ``scripts/restart_on_failure.py`` runs it, and an ``LLM``."""
+"""vLLM under the supervisor: ``vllm serve`` as ``scripts/restart_on_failure.py`` runs it, at TP=1, and an ``LLM`` at
+TP=2."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def test_a_server_whose_worker_dies_asleep_is_restarted_and_answers_as_before(ma
 
 def test_an_llm_that_a_function_builds_is_built_again_when_its_engine_core_dies_asleep(machine: VllmMachine) -> None:
     """vLLM's client waits for ever for the answer of a dead engine core: the timeout from outside ends that."""
-    environ, options = machine.environment(1), machine.options(1)
+    environ, options = machine.environment(2), machine.options(2)
 
     def build() -> Any:
         install_plugins()
@@ -90,7 +91,7 @@ def test_an_llm_that_a_function_builds_is_built_again_when_its_engine_core_dies_
     with Supervised(build, policy=POLICY, used_bytes=used_bytes, report=incidents.append) as engine:
         before = engine.call(decode, timeout_s=START_S)
         engine.call(lambda llm: llm.sleep(level=1), timeout_s=DEADLINE_S)
-        assert machine.used_bytes() == [0]
+        assert machine.used_bytes(2) == [0, 0]
         engine.call(lambda llm: llm.wake_up(), timeout_s=DEADLINE_S)
         assert engine.call(decode, timeout_s=DEADLINE_S) == before
         engine.call(lambda llm: llm.sleep(level=1), timeout_s=DEADLINE_S)
@@ -108,7 +109,7 @@ def test_an_llm_that_a_function_builds_is_built_again_when_its_engine_core_dies_
 
 def assert_nothing_left(machine: VllmMachine) -> None:
     assert machine.statuses() == []
-    assert machine.used_bytes() == [0]
+    assert machine.used_bytes(2) == [0, 0]
     # vLLM's front end kills its EngineCore and our helper as it ends, sometimes before either has removed the
     # executor's directory. The next start does.
     for folder in machine.runtime_base.iterdir():

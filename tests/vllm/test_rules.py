@@ -1,4 +1,4 @@
-"""The real engine at TP=1: the rules of sleeping and waking, each a test. One engine for all of them."""
+"""The real engine at TP=1 and at TP=2: the rules of sleeping and waking, each a test, on one engine for each number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from checkpoint_executor.coordinator import VLLM_STAGES
 from tests.support.vllm_harness import PROMPT, Engine
 from tests.support.vllm_waiting import wait_until
 
-RANKS = 1
+#: Every test runs with each; see conftest.
+RANKS = (1, 2)
 
 DOWN = [stage.name for stage in VLLM_STAGES.down]
 UP = [stage.name for stage in VLLM_STAGES.up]
@@ -27,7 +28,7 @@ def test_sleep_leaves_the_device_empty_and_wake_is_bit_exact(engine: Engine) -> 
     assert len(set(tokens)) >= 20
     for _ in range(3):
         engine.llm.sleep(level=1)
-        assert engine.used_bytes == [0]
+        assert engine.used_bytes == engine.nothing
         assert engine.is_sleeping
         assert engine.wake()
         assert engine.used_bytes == used
@@ -40,9 +41,10 @@ def test_repeated_sleep_is_idempotent_and_reaches_no_worker(engine: Engine) -> N
     engine.llm.sleep(level=1)
     engine.llm.sleep(level=1)
     engine.llm.sleep(level=1)
-    assert engine.used_bytes == [0]
+    assert engine.used_bytes == engine.nothing
     engine.llm.wake_up()
-    assert [event for event in engine.events()[0] if event == ["sleep", 1]] == [["sleep", 1]]
+    for events in engine.events():
+        assert [event for event in events if event == ["sleep", 1]] == [["sleep", 1]]
     assert [cycle["performed"] for cycle in engine.machine.cycles()] == [True, False, False, True]
 
 
@@ -53,9 +55,9 @@ def test_housekeeping_of_a_pause_is_answered_for_a_checkpointed_worker(engine: E
     assert engine.client.reset_mm_cache() is None
     assert engine.status.phase == "checkpointed"
     engine.llm.wake_up()
-    events = engine.events()[0]
-    asleep = events[events.index("checkpoint_prepare") + 1 : events.index("checkpoint_restore")]
-    assert asleep == []
+    for events in engine.events():
+        asleep = events[events.index("checkpoint_prepare") + 1 : events.index("checkpoint_restore")]
+        assert asleep == []
 
 
 def test_level_0_is_a_pause_and_no_checkpoint(engine: Engine) -> None:
@@ -79,7 +81,8 @@ def test_level_2_is_rejected_when_requested(engine: Engine) -> None:
     assert engine.is_sleeping
     engine.llm.wake_up()
     assert len(engine.tokens()) == 24
-    assert ["sleep", 2] not in engine.events()[0]
+    for events in engine.events():
+        assert ["sleep", 2] not in events
 
 
 def test_the_first_partial_wake_restores_the_whole_process(engine: Engine) -> None:
@@ -90,7 +93,7 @@ def test_the_first_partial_wake_restores_the_whole_process(engine: Engine) -> No
     assert engine.status.phase == "awake"
     assert engine.status.sleeping == ("kv_cache",)
     # Weights can be updated now.
-    assert len(engine.llm.collective_rpc("compute_weight_checksums")) == 1
+    assert len(engine.llm.collective_rpc("compute_weight_checksums")) == engine.ranks
     assert engine.wake(["kv_cache"])
     assert engine.tokens() == tokens
     assert stages(engine) == [DOWN, UP, PARTIAL]
@@ -101,7 +104,7 @@ def test_sleep_after_the_weights_woke_checkpoints_again(engine: Engine) -> None:
     engine.llm.sleep(level=1)
     engine.llm.wake_up(tags=["weights"])
     engine.llm.sleep(level=1)
-    assert engine.used_bytes == [0]
+    assert engine.used_bytes == engine.nothing
     assert engine.status.phase == "checkpointed"
     engine.llm.wake_up()
     assert engine.tokens() == tokens
@@ -168,11 +171,11 @@ def test_aborting_a_queued_request_while_asleep_is_harmless_and_replayed(engine:
     engine.engine.abort_request(["queued"])
     # The abort makes EngineCore run an empty batch; a second call proves that it lives.
     assert engine.is_sleeping
-    assert engine.used_bytes == [0]
+    assert engine.used_bytes == engine.nothing
     engine.llm.wake_up()
-    events = engine.events()[0]
-    # The batch came while checkpointed, and reached the worker after its memory.
-    assert events.index(["wake_up", None]) < max(i for i, event in enumerate(events) if event[0] == "empty batch")
+    for events in engine.events():
+        # The batch came while checkpointed, and reached the worker after its memory.
+        assert events.index(["wake_up", None]) < max(i for i, event in enumerate(events) if event[0] == "empty batch")
     assert engine.tokens() == tokens
 
 
@@ -181,12 +184,12 @@ def test_a_kept_request_aborted_while_asleep_is_freed_in_the_worker_after_the_wa
     engine.submit("kept", count=60)
     for _ in range(5):
         engine.engine.step()
-    assert [name for name in engine.rpc("known_requests")[0] if name.startswith("kept")]
+    assert all(any(name.startswith("kept") for name in known) for known in engine.rpc("known_requests"))
     engine.client.sleep(1, "keep")
     engine.engine.abort_request(["kept"])
     assert engine.is_sleeping
     engine.llm.wake_up()
-    assert [name for name in engine.rpc("known_requests")[0] if name.startswith("kept")] == []
+    assert not any(name.startswith("kept") for known in engine.rpc("known_requests") for name in known)
     engine.rpc("set_step_delay", 0.0)
     assert len(engine.tokens()) == 24
 
@@ -199,7 +202,7 @@ def test_kept_requests_are_recomputed_after_the_wake(engine: Engine) -> None:
         for _ in range(5):
             engine.engine.step()
         engine.client.sleep(1, "keep")
-        assert engine.used_bytes == [0]
+        assert engine.used_bytes == engine.nothing
         engine.llm.wake_up()
         assert engine.finish() == {"kept": expected}
     finally:
@@ -212,9 +215,9 @@ def test_release_drops_the_kv_cache_alone_and_is_no_checkpoint(engine: Engine) -
     engine.llm.release_kv_cache_memory()
     assert engine.status.phase == "awake"
     assert engine.status.sleeping == ("kv_cache",)
-    assert 0 < engine.used_bytes[0] < used[0]
+    assert all(0 < now < before for now, before in zip(engine.used_bytes, used, strict=True))
     # RPCs go through: this is not a checkpoint.
-    assert len(engine.llm.collective_rpc("compute_weight_checksums")) == 1
+    assert len(engine.llm.collective_rpc("compute_weight_checksums")) == engine.ranks
     assert engine.wake(["kv_cache"])
     assert engine.used_bytes == used
     assert engine.tokens() == tokens
@@ -242,7 +245,7 @@ def test_sleep_after_a_release_runs_a_whole_cycle(engine: Engine) -> None:
     engine.llm.sleep(level=0)
     engine.llm.release_kv_cache_memory()
     engine.llm.sleep(level=1)
-    assert engine.used_bytes == [0]
+    assert engine.used_bytes == engine.nothing
     assert engine.status.phase == "checkpointed"
     assert engine.wake()
     assert engine.tokens() == tokens
@@ -261,7 +264,7 @@ def test_wake_during_a_drain_is_answered_and_calls_the_sleep_off(engine: Engine)
     assert engine.finish() == {"running": tokens}
     with pytest.raises(Exception, match=r"a wake_up\(\) or resume overtook it.*Nothing was put to sleep"):
         draining.result(30)
-    assert engine.used_bytes != [0]
+    assert engine.used_bytes != engine.nothing
     engine.rpc("set_step_delay", 0.0)
     assert engine.tokens(count=60) == tokens
 
@@ -274,7 +277,7 @@ def test_status_is_read_without_a_worker(engine: Engine) -> None:
     assert status.sleeping == ("kv_cache", "weights")
     assert status.last_report is not None
     assert status.last_report.operation == "sleep"
-    assert status.last_report.device_bytes_after == (0,)
+    assert status.last_report.device_bytes_after == tuple(engine.nothing)
     engine.llm.wake_up()
     assert engine.status.last_report is not None
     assert engine.status.last_report.operation == "wake"
@@ -289,8 +292,8 @@ def test_each_cycle_appends_one_json_line(engine: Engine) -> None:
     sleep, refused, wake = (json.loads(line) for line in lines)
     assert (sleep["operation"], wake["operation"]) == ("sleep", "wake")
     assert sleep["pid"] == engine.core_pid
-    assert sleep["device_bytes_before"][0] > 0
-    assert sleep["device_bytes_after"] == [0]
+    assert all(size_bytes > 0 for size_bytes in sleep["device_bytes_before"])
+    assert sleep["device_bytes_after"] == engine.nothing
     assert (refused["error"], refused["executor_alive"]) == ("InvalidRequestError", True)
 
 
@@ -298,7 +301,7 @@ def test_the_wake_asks_for_what_it_needs(engine: Engine) -> None:
     """Admission: a process that took the room makes the wake a refusal, and the engine stays asleep and well."""
     tokens = engine.tokens()
     engine.llm.sleep(level=1)
-    with engine.machine.room_taken():
+    with engine.machine.room_taken(rank=engine.ranks - 1):
         with pytest.raises(Exception, match=r"lacks \d+ bytes .*Nothing was touched: free the memory"):
             engine.llm.wake_up()
         assert engine.status.phase == "checkpointed"
