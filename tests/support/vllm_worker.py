@@ -261,6 +261,12 @@ class SoftWorker(WorkerBase):  # type: ignore[misc, unused-ignore]
         events, self.events = self.events, []
         return events
 
+    def fail_on_the_first_rank_alone(self) -> None:
+        """The other ranks stay in it for ever."""
+        if self.rank == 0:
+            raise ValueError("the first rank alone")
+        threading.Event().wait()
+
     def set_step_delay(self, seconds: float) -> None:
         self.step_delay_s = seconds
 

@@ -202,6 +202,16 @@ def test_a_stopped_worker_cannot_keep_a_sleep_from_beginning(machine: VllmMachin
     assert_dead(engine)
 
 
+def test_a_rank_that_never_answers_after_another_failed_meets_a_deadline(machine: VllmMachine) -> None:
+    """Its answer, if it ever came, would be taken for the next call's."""
+    engine = machine.start(2, environ={"CHECKPOINT_EXECUTOR_WORKER_SLEEP_S": "0.5"})
+    fails(
+        lambda: engine.rpc("fail_on_the_first_rank_alone"),
+        "after a call that failed .*the first rank alone.* the other ranks did not finish it within 0.5 s.*were killed",
+    )
+    assert_dead(engine)
+
+
 def test_a_worker_killed_while_asleep_ends_the_engine(machine: VllmMachine, ranks: int) -> None:
     engine = machine.start(ranks)
     engine.llm.sleep(level=1)
