@@ -21,8 +21,9 @@ __all__ = ["HOST_KINDS", "KINDS", "LEDGER_KINDS", "STEPS", "Observation", "memor
 #:
 #: ``graph_pools`` are the graphs' intermediate results; ``graph_executables`` what the device lost across captures and
 #: first replays beyond what pools grew; ``nccl_*`` the communicator's own statistics; ``cublas`` the workspaces that
-#: torch gave it; ``context`` the context, and modules as far as they were loaded while somebody watched (opening the
-#: device, making the communicator, warming up before a capture).
+#: torch gave it; ``local_memory`` what the context has for kernels' local variables; ``context`` the rest of the
+#: context, and modules as far as they were loaded while somebody watched (opening the device, making the communicator,
+#: warming up before a capture).
 LEDGER_KINDS = (
     "weights",
     "kv_cache",
@@ -32,6 +33,7 @@ LEDGER_KINDS = (
     "nccl_suspendable",
     "workspaces",
     "cublas",
+    "local_memory",
     "context",
 )
 

@@ -231,7 +231,8 @@ class Control:
         self._exited: set[int] = set()
         self._deadline: tuple[float, ArmDeadline, float] | None = None
         self._recorder = _Recorder(config.tensor_parallel_size)
-        #: By rank, what a wake takes, bytes: of a tag (``device_weights``), of the communicator (``suspendable``).
+        #: By rank, what a wake takes, bytes: of a tag (``device_weights``), of the communicator (``suspendable``),
+        #: of kernels' local variables (``local_memory``).
         self._bytes_by_name: dict[int, dict[str, int]] = {}
         self._devices: dict[int, str] = {}
         #: By rank, what it last said it holds (attribution).
@@ -480,7 +481,14 @@ class Control:
                 for finding in reply.findings:
                     if finding.severity is Severity.WARNING:
                         _log.warning("preflight:\n%s", preflight.explain([finding]))
-            case "sleep_allocator" | "release_kv_cache" | "suspend_communicators" | "worker_sleep" | "worker_discard":
+            case (
+                "sleep_allocator"
+                | "release_kv_cache"
+                | "suspend_communicators"
+                | "prepare_workspaces"
+                | "worker_sleep"
+                | "worker_discard"
+            ):
                 self._bytes_by_name.setdefault(reply.rank, {}).update(reply.figures)
 
     def _attribute(self, reply: StageReply) -> None:
@@ -554,18 +562,18 @@ class Control:
                 return {"timeout_ms": int(config.deadlines.driver_lock_s * 1000)}
             case "admit_sleep":
                 return {
-                    "needed_bytes": self._bytes_of(send, with_communicator=True),
+                    "needed_bytes": self._bytes_of(send, ["suspendable", "local_memory"]),
                     "margin_bytes": config.host_margin_bytes,
                     # The driver moves about 2 GB/s (measured); half of that is counted on.
                     "limit_bytes": int(config.deadlines.driver_s * 1e9),
                 }
             case "admit_wake":
-                return {
+                untagged = ["suspendable", "local_memory"] if send.restoring else []
+                if not send.restoring and self._coordinator.state.sleeping == frozenset(ALL_TAGS):
                     # An undone sleep of vLLM's leaves them suspended although nothing is to be restored.
-                    "needed_bytes": self._bytes_of(
-                        send,
-                        with_communicator=send.restoring or self._coordinator.state.sleeping == frozenset(ALL_TAGS),
-                    ),
+                    untagged = ["suspendable"]
+                return {
+                    "needed_bytes": self._bytes_of(send, untagged),
                     "margin_bytes": config.wake_margin_bytes,
                     # Below the stage's own deadline, so that a wait that is too long is a refusal that can be retried.
                     "wait_s": config.deadlines.driver_lock_s,
@@ -585,11 +593,9 @@ class Control:
         except ConnectionError:
             pass  # it is dying: its pidfd says so in this turn or the next, and the deadline holds otherwise
 
-    def _bytes_of(self, send: Send, *, with_communicator: bool) -> tuple[int, ...]:
-        """By rank, the device bytes of the stage's tags, and of the communicator if it gives them up."""
-        names = [f"device_{tag}" for tag in send.tags]
-        if with_communicator:
-            names.append("suspendable")
+    def _bytes_of(self, send: Send, untagged: Sequence[str]) -> tuple[int, ...]:
+        """By rank, the device bytes of the stage's tags, and of these kinds that have none."""
+        names = [*(f"device_{tag}" for tag in send.tags), *untagged]
         return tuple(sum(self._bytes_by_name.get(rank, {}).get(name, 0) for name in names) for rank in send.ranks)
 
     def _targets(self) -> tuple[Target, ...]:

@@ -83,8 +83,8 @@ class RankFootprint(Struct, frozen=True):
     Attributes:
         rank, pid: who. device: its GPU's UUID, or the software device's name.
         device_bytes: in use on that device by everybody, when it was last read (after the last sleep or wake).
-        wake_bytes: by kind (``weights``, ``kv_cache``, ``suspendable``), device bytes that the rank had when it last
-            fell asleep and that waking it takes; empty before the first sleep.
+        wake_bytes: by kind (``weights``, ``kv_cache``, ``suspendable``, ``local_memory``), device bytes that the rank
+            had when it last fell asleep and that waking it takes; empty before the first sleep.
     """
 
     rank: int
@@ -204,7 +204,7 @@ def footprints(
         pids, devices, wake_bytes: by rank. report: the last one, for its readings of the devices.
     """
     readings = report.device_bytes_after if report is not None else ()
-    kinds = ("weights", "kv_cache", "suspendable")
+    kinds = ("weights", "kv_cache", "suspendable", "local_memory")
     return tuple(
         RankFootprint(
             rank,

@@ -20,6 +20,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from checkpoint_executor.coordinator import Phase
 from checkpoint_executor.health import Failure, HealthEvent, HealthRecord, HealthStatus, Operated, Refused
+from checkpoint_executor.tags import ALL_TAGS
 
 __all__ = ["ExecutorMetrics", "MetricsServer", "Observable", "serve"]
 
@@ -120,8 +121,8 @@ class ExecutorMetrics:
 
 
 def _is_asleep(kind: str, status: HealthStatus) -> bool:
-    # What communicators give up is back as soon as the process is.
-    return status.phase == Phase.CHECKPOINTED if kind == "suspendable" else kind in status.sleeping
+    # What communicators and the context give up is back as soon as the process is.
+    return kind in status.sleeping if kind in ALL_TAGS else status.phase == Phase.CHECKPOINTED
 
 
 def _gauge(name: str, help_: str, *labels: str, value: float | None = None) -> GaugeMetricFamily:

@@ -45,6 +45,7 @@ from checkpoint_executor.driver_states import TRANSITIONS, DriverCode, DriverErr
 __all__ = [
     "CONTEXT_BYTES",
     "DEFAULT_CAPACITY_BYTES",
+    "LOCAL_MEMORY_BYTES",
     "POISON_BYTE",
     "ROOT_VARIABLE",
     "ImportedSegment",
@@ -61,6 +62,10 @@ DEFAULT_CAPACITY_BYTES = 8 << 30
 
 #: What an open context costs on the device, bytes (a real one costs hundreds of MiB).
 CONTEXT_BYTES = 1 << 20
+
+#: Of these, what the context has for kernels' local variables and can do without while nothing runs (264 of 621 MiB on
+#: H200).
+LOCAL_MEMORY_BYTES = 256 << 10
 
 #: Fresh memory is filled with this. All ones is NaN in every floating type torch has and -1 in the signed
 #: integers, so that reading undefined memory shows, where zeros or small numbers would pass for data.
@@ -569,6 +574,7 @@ class SoftProcess:
         self._gate = _Gate()
         self._mutex = threading.Lock()
         self._context_bytes = context_bytes
+        self._local_memory_bytes = self._whole_local_memory_bytes = min(LOCAL_MEMORY_BYTES, context_bytes)
         self._held_bytes = 0
         self._segments: dict[int, Segment] = {}
         self._imports: set[ImportedSegment] = set()
@@ -629,8 +635,34 @@ class SoftProcess:
 
     @property
     def context_bytes(self) -> int:
-        """What the context costs on the device while it is resident."""
+        """What the context costs on the device while it is resident, its local memory included."""
         return self._context_bytes
+
+    @property
+    def local_memory_bytes(self) -> int:
+        """Of :attr:`context_bytes`, what is there for kernels' local variables; 0 while it is given back."""
+        return self._local_memory_bytes
+
+    def release_local_memory(self) -> int:
+        """Give it back. Idempotent. Returns the bytes given back."""
+        return self._resize_local_memory(0)
+
+    def restore_local_memory(self) -> None:
+        """Get it again. Idempotent. Raises MemoryError."""
+        self._resize_local_memory(self._whole_local_memory_bytes)
+
+    def require_local_memory(self) -> None:
+        """Raises RuntimeError where CUDA has no more than "unspecified launch failure", and no context after it."""
+        if self._local_memory_bytes < self._whole_local_memory_bytes:
+            raise RuntimeError("the context's local memory was given back: nothing may run before it is restored")
+
+    def _resize_local_memory(self, size_bytes: int) -> int:
+        with self._exclusive():
+            given_back = self._local_memory_bytes - size_bytes
+            self._charge(-given_back)
+            self._local_memory_bytes = size_bytes
+            self._context_bytes -= given_back
+            return given_back
 
     @property
     def resident_bytes(self) -> int:

@@ -29,6 +29,7 @@ from checkpoint_executor.workers.cuda_ledger import (
     device_used_bytes,
     torch_bytes,
 )
+from checkpoint_executor.workers.cuda_local_memory import LocalMemory
 from checkpoint_executor.workers.cuda_memory import CudaAllocator
 from checkpoint_executor.workers.cuda_rendezvous import HostGroup
 from checkpoint_executor.workers.cuda_workspace import CudaWorkspace
@@ -57,6 +58,7 @@ class CudaRuntime:
         self._group = group
         self._meter: Meter = meter or NoMeter()
         self._workspaces: list[Workspace] = []
+        self._local_memory = LocalMemory(context)
         self._arena = HostArena(numa_node=context.numa_node)
         with self._meter.watch("context"):
             # It compiles and loads a kernel.
@@ -109,6 +111,10 @@ class CudaRuntime:
             # Before anything else of torch, or a context would appear on device 0 as well.
             torch.cuda.set_device(ordinal)
             context = PrimaryContext(ordinal)
+            if meter is not None:
+                # The context comes with some, which is a kind of its own.
+                local_memory = LocalMemory(context)
+                meter.explain(lambda: local_memory.size_bytes, context.synchronize)
         group = HostGroup(rank, world_size, rendezvous)
         return cls(context, group, communication=communication, retain_backup=retain_backup, meter=meter)
 
@@ -175,6 +181,7 @@ class CudaRuntime:
             "nccl_suspendable": memory["suspendable"],
             "workspaces": self._workspace_bytes(),
             "cublas": torchs.cublas,
+            "local_memory": self._local_memory.size_bytes,
             "context": self._meter.grown.get("context", 0),
             "torch": torchs.other,
             "backup_arena": self._arena.capacity_bytes,
@@ -194,6 +201,15 @@ class CudaRuntime:
         # Blocks of captured graphs are in private pools, which this leaves alone for as long as the graph lives.
         torch.cuda.empty_cache()
         return {"torch_cache": before - torch.cuda.memory_reserved(self._context.ordinal)}
+
+    def release_local_memory(self) -> int:
+        """Give back what the driver keeps for kernels' local variables; see
+        :mod:`~checkpoint_executor.workers.cuda_local_memory`. Returns device bytes."""
+        return self._local_memory.release()
+
+    def restore_local_memory(self) -> None:
+        """Get it again, as large as it was. Idempotent. Raises MemoryError."""
+        self._local_memory.restore()
 
     def close(self) -> None:
         """Orderly end of an awake worker. Idempotent.
@@ -227,4 +243,4 @@ class CudaRuntime:
         """What the device holds for this process and is accounted for, for the meter."""
         parts = (self._resident_bytes(), self._communicator_bytes())
         known = sum(size for part in parts for size in part.values())
-        return known + self._workspace_bytes() + self._torch_bytes().total
+        return known + self._local_memory.size_bytes + self._workspace_bytes() + self._torch_bytes().total

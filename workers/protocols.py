@@ -227,6 +227,18 @@ class DeviceRuntime(Protocol):
         """Give back what is cheap to give back before the driver copies it. Returns bytes by name."""
         ...
 
+    def release_local_memory(self) -> int:
+        """Give back what the context keeps for kernels' local variables, which no kernel holds when none runs.
+
+        The last thing before the lock: until :meth:`restore_local_memory` no graph may be replayed. Returns device
+        bytes.
+        """
+        ...
+
+    def restore_local_memory(self) -> None:
+        """Get it again, as large as it was; the first thing after the unlock. Idempotent. Raises MemoryError."""
+        ...
+
     def close(self) -> None:
         """Orderly end of an awake worker."""
         ...

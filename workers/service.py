@@ -303,9 +303,11 @@ class WorkerService:
             workspace.checkpoint_prepare()
         self.runtime.synchronize()
         gc.disable()
-        return {}
+        return {"local_memory": self.runtime.release_local_memory()}
 
     def _restore_workspaces(self) -> Figures:
+        # First: nothing may run without it.
+        self.runtime.restore_local_memory()
         gc.enable()
         for workspace in reversed(self.runtime.workspaces):
             workspace.checkpoint_restore()

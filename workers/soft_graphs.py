@@ -112,9 +112,11 @@ class SoftGraph(Generic[T]):
         """Run it, as one device call, and return :attr:`output`. Waits while the driver holds the process.
 
         Raises:
-            RuntimeError: memory that the graph needs sleeps, or a communicator is suspended; nothing ran.
+            RuntimeError: memory that the graph needs sleeps or was given back, or a communicator is suspended; nothing
+                ran.
         """
         with _device_work(self._process):
+            self._process.require_local_memory()
             self._allocator.require_awake(self._tags, "used by a graph")
             for require_active in self._guards:
                 require_active()

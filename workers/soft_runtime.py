@@ -131,13 +131,22 @@ class SoftRuntime:
             "nccl_persistent": memory["persistent"],
             "nccl_suspendable": 0 if communicator.is_suspended else memory["suspendable"],
             "workspaces": sum(getattr(workspace, "device_bytes", 0) for workspace in self._workspaces),
-            "context": self._process.context_bytes,
+            "local_memory": self._process.local_memory_bytes,
+            "context": self._process.context_bytes - self._process.local_memory_bytes,
             "backup_arena": allocator.arena_bytes,
         }
 
     def trim(self) -> Mapping[str, int]:
         """There is nothing to give back."""
         return {}
+
+    def release_local_memory(self) -> int:
+        """Give back what the context keeps for kernels' local variables. Returns device bytes."""
+        return self._process.release_local_memory()
+
+    def restore_local_memory(self) -> None:
+        """Get it again. Idempotent. Raises MemoryError."""
+        self._process.restore_local_memory()
 
     def close(self) -> None:
         """Orderly end of an awake worker. Idempotent."""

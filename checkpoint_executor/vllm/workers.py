@@ -17,7 +17,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from select import POLLIN, poll
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -27,6 +27,9 @@ from checkpoint_executor import procfs, wire
 from checkpoint_executor.child import Stopwatch, allow_tracing_by, error_info
 from checkpoint_executor.messages import ErrorInfo, Role, StageCommand, StageReply, identity
 from checkpoint_executor.tags import ALL_TAGS, KV_CACHE
+
+if TYPE_CHECKING:
+    from checkpoint_executor.workers.cuda_local_memory import LocalMemory
 
 __all__ = ["StageCall", "WorkerSide", "perform"]
 
@@ -100,7 +103,7 @@ def _tell_at_once(endpoint: str, reply: StageReply) -> None:
 class WorkerSide:
     """The stages of one worker. Made for each stage anew; what lasts is in :data:`_kept`.
 
-    Tests put a software device below it by overriding ``device`` and ``bytes_by_name``.
+    Tests put a software device below it by overriding what is asked of vLLM and CUDA.
     """
 
     def __init__(self, worker: Any, call: StageCall, deferred: Sequence[Any]) -> None:
@@ -151,6 +154,23 @@ class WorkerSide:
             figures[name] += int(data.handle[1])
         figures["suspendable"] += sum(_suspendable_bytes(communicator) for _, communicator in self.communicators())
         return figures
+
+    def release_local_memory(self) -> int:
+        """Give back what the context has for kernels' local variables
+        (:mod:`~checkpoint_executor.workers.cuda_local_memory`). Returns device bytes."""
+        import torch
+
+        from checkpoint_executor.workers.cuda_calls import PrimaryContext
+        from checkpoint_executor.workers.cuda_local_memory import LocalMemory
+
+        if _kept.local_memory is None:
+            _kept.local_memory = LocalMemory(PrimaryContext(torch.cuda.current_device()))
+        torch.cuda.synchronize()
+        return _kept.local_memory.release()
+
+    def restore_local_memory(self) -> None:
+        if _kept.local_memory is not None:
+            _kept.local_memory.restore()
 
     def communicators(self) -> Iterator[tuple[str, Any]]:
         """(group, PyNccl communicator or None) of every group of more than one rank."""
@@ -210,9 +230,11 @@ class WorkerSide:
         # find is not touched while the collector is off.
         _kept.gc_was_enabled = gc.isenabled()
         gc.disable()
-        return {}
+        return {"local_memory": self.release_local_memory()}
 
     def restore_workspaces(self) -> Figures:
+        # First: nothing may run without it.
+        self.restore_local_memory()
         if _kept.gc_was_enabled:
             gc.enable()
         self.worker.checkpoint_restore()
@@ -259,6 +281,7 @@ class _Kept:
     """What a worker process remembers from one stage to another."""
 
     gc_was_enabled = True
+    local_memory: LocalMemory | None = None
     watched_parent = 0
 
 

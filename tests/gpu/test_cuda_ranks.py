@@ -26,11 +26,13 @@ def full_sleep(group: CudaRankGroup) -> None:
     group.run(scenarios.sleep)
     suspended = group.run(scenarios.suspend)
     assert len({found["suspended"] for found in suspended}) == 1
+    assert all(released > 0 for released in group.run(scenarios.release_local_memory))
     group.checkpoint()
 
 
 def full_wake(group: CudaRankGroup) -> None:
     group.restore()
+    group.run(scenarios.restore_local_memory)
     assert all(not found["suspended"] for found in group.run(scenarios.resume))
     group.run(scenarios.wake, [WEIGHTS])
     group.run(scenarios.wake, [KV_CACHE])
@@ -52,6 +54,34 @@ def test_a_graph_replays_bit_exact_at_its_addresses_after_cycles(
         assert single.one(scenarios.replay, 0.5) == (replayed, eager)
     after = single.one(scenarios.replay_seconds)
     print(f"replay: {before * 1e6:.1f} us before, {after * 1e6:.1f} us after")
+
+
+def test_graphs_with_local_arrays_replay_bit_exact_after_their_memory_was_given_back(
+    single: CudaRankGroup, gpus: list[str], tmp_path: Path
+) -> None:
+    single.one(scenarios.open_runtime, tmp_path, gpus[:1])
+    # A graph holds the size of local memory that was set when it was captured: one from before it grew, one from after.
+    single.one(scenarios.capture, False)
+    plain = single.one(scenarios.replay, 0.5)
+    array_ints = 1500
+    expected = single.one(scenarios.capture_local_arrays, array_ints)
+    other = single.one(scenarios.replay_local_arrays, 2)
+    assert other != expected
+    before = single.one(scenarios.free_device_bytes)
+    for _ in range(3):
+        single.one(scenarios.sleep)
+        asleep = single.one(scenarios.free_device_bytes)
+        released = single.one(scenarios.release_local_memory)
+        assert released >= 4 * array_ints * 100_000  # for every thread that the device can hold
+        assert single.one(scenarios.free_device_bytes) - asleep == released
+        single.checkpoint()
+        single.restore()
+        single.one(scenarios.restore_local_memory)
+        single.one(scenarios.wake, ALL)
+        assert single.one(scenarios.free_device_bytes) >= before - 4 * MIB
+        assert single.one(scenarios.replay, 0.5) == plain
+        assert single.one(scenarios.replay_local_arrays, 1) == expected
+        assert single.one(scenarios.replay_local_arrays, 2) == other
 
 
 def test_a_graph_over_sleeping_memory_is_refused(single: CudaRankGroup, gpus: list[str], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from checkpoint_executor import CycleReport
 from checkpoint_executor.attribution import HOST_KINDS, KINDS, STEPS
 from checkpoint_executor.faults import Fault
-from checkpoint_executor.softgpu import CONTEXT_BYTES, SoftGpu, device_name
+from checkpoint_executor.softgpu import CONTEXT_BYTES, LOCAL_MEMORY_BYTES, SoftGpu, device_name
 from checkpoint_executor.workers import Worker, WorkerContext
 from tests.support.executor_harness import CAPACITY_BYTES, REPOSITORY, SoftMachine, inject_helper, run_script
 
@@ -59,20 +59,20 @@ def test_every_byte_has_an_owner_at_every_step(machine: SoftMachine) -> None:
         "kv_cache": KV_BYTES,
         "nccl_suspendable": STAGING_BYTES,
         "workspaces": WORKSPACE_BYTES,
-        "context": CONTEXT_BYTES,
+        "local_memory": LOCAL_MEMORY_BYTES,
+        "context": CONTEXT_BYTES - LOCAL_MEMORY_BYTES,
     }
-    shared = {kind: whole[kind] for kind in ("nccl_suspendable", "workspaces", "context")}
+    context = {kind: whole[kind] for kind in ("local_memory", "context")}
+    shared = {kind: whole[kind] for kind in ("nccl_suspendable", "workspaces", *context)}
     for rank in range(RANKS):
         assert held(slept, "awake", rank) == whole
         assert held(slept, "allocator_asleep", rank) == shared
-        assert held(slept, "communicators_suspended", rank) == {
-            "workspaces": WORKSPACE_BYTES,
-            "context": CONTEXT_BYTES,
-        }
-        assert held(slept, "workspaces_prepared", rank) == {"context": CONTEXT_BYTES}
+        assert held(slept, "communicators_suspended", rank) == {"workspaces": WORKSPACE_BYTES, **context}
+        # All that is left for the driver to copy.
+        assert held(slept, "workspaces_prepared", rank) == {"context": whole["context"]}
         assert held(slept, "checkpointed", rank) == {}
-        assert held(woken, "restored", rank) == {"context": CONTEXT_BYTES}
-        assert held(woken, "workspaces_restored", rank) == {"workspaces": WORKSPACE_BYTES, "context": CONTEXT_BYTES}
+        assert held(woken, "restored", rank) == {"context": whole["context"]}
+        assert held(woken, "workspaces_restored", rank) == {"workspaces": WORKSPACE_BYTES, **context}
         assert held(woken, "communicators_resumed", rank) == shared
         assert held(woken, "woken", rank) == whole
     host = slept.memory[-1].ranks[0].host

@@ -23,6 +23,7 @@ from checkpoint_executor.workers.cuda_arena import HostArena
 from checkpoint_executor.workers.cuda_backup import Backup
 from checkpoint_executor.workers.cuda_calls import PrimaryContext, call, device_uuids
 from checkpoint_executor.workers.cuda_hash import reference_fingerprint
+from checkpoint_executor.workers.cuda_local_memory import LocalMemory
 from checkpoint_executor.workers.cuda_memory import CudaAllocation, CudaAllocator
 
 MIB = 1 << 20
@@ -565,6 +566,40 @@ def verbs_on_several_targets_run_at_the_same_time() -> None:
         for pid in children:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+
+def local_memory_is_given_back_and_got_again_as_large_as_it_was() -> None:
+    memory = LocalMemory(PrimaryContext(0))
+    for limit_bytes in (1024, 4096):  # the default, and what a kernel with large arrays leaves behind
+        stub.set_stack_limit(limit_bytes)
+        whole = 132 * 2048 * limit_bytes
+        assert memory.size_bytes == stub.local_bytes() == whole
+        assert memory.release() == whole
+        assert memory.size_bytes == stub.local_bytes() == 0
+        assert memory.release() == 0
+        for _ in range(2):
+            memory.restore()
+            assert memory.size_bytes == stub.local_bytes() == whole
+
+
+def local_memory_for_which_there_is_no_room_can_be_asked_for_again() -> None:
+    memory = LocalMemory(PrimaryContext(0))
+    whole = memory.release()
+    stub.set_capacity(whole - 1)
+    with pytest.raises(MemoryError, match="cuCtxSetLimit"):
+        memory.restore()
+    assert stub.local_bytes() == 0
+    stub.set_capacity(whole)
+    memory.restore()
+    assert stub.local_bytes() == whole
+
+
+def local_memory_that_the_driver_keeps_costs_no_sleep() -> None:
+    memory = LocalMemory(PrimaryContext(0))
+    stub.set_lowest_stack_limit(512)
+    assert memory.release() == 0
+    memory.restore()
+    assert stub.local_bytes() == 132 * 2048 * 1024
 
 
 def a_device_is_named_as_nvml_names_it() -> None:

@@ -47,12 +47,28 @@ int cuDeviceGetUuid_v2(unsigned char *uuid, int device) {
   return OK;
 }
 int cuDeviceGetPCIBusId(char *text, int length, int device) { snprintf(text, length, "0000:0%d:00.0", device); return OK; }
-int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 16 ? 132 : 9; return OK; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+  *value = attribute == 16 ? 132 : attribute == 39 ? 2048 : 9; /* multiprocessors, threads of each, a version */
+  return OK;
+}
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)0x1000; return OK; }
 int cuCtxSetCurrent(void *context) { return OK; }
 int cuCtxPushCurrent_v2(void *context) { return context == (void *)0x1000 ? OK : INVALID_VALUE; }
 int cuCtxPopCurrent_v2(void **context) { *context = (void *)0x1000; return OK; }
 int cuCtxSynchronize(void) { __atomic_add_fetch(&synchronizations, 1, __ATOMIC_SEQ_CST); return OK; }
+
+/* The stack limit, with the local memory that a context holds for it: outside of "used", but it wants room as well. */
+static u64 stack_limit = 1024, lowest_stack_limit = 0;
+u64 stub_local_bytes(void) { return stack_limit * 132 * 2048; }
+void stub_set_stack_limit(u64 bytes) { stack_limit = bytes; }
+void stub_set_lowest_stack_limit(u64 bytes) { lowest_stack_limit = bytes; }
+int cuCtxGetLimit(u64 *value, int limit) { *value = stack_limit; return limit == 0 ? OK : INVALID_VALUE; }
+int cuCtxSetLimit(int limit, u64 value) {
+  if (limit != 0 || value < lowest_stack_limit) return INVALID_VALUE;
+  if (value > stack_limit && (value - stack_limit) * 132 * 2048 > capacity - used) return OUT_OF_MEMORY;
+  stack_limit = value;
+  return OK;
+}
 int cuStreamCreate(void **stream, unsigned flags) { *stream = malloc(1); return OK; }
 /* Copies are carried out as late as the driver may: when somebody waits for their stream. */
 typedef struct { char *target; const char *source; u64 size; void *stream; } Copy;

@@ -65,6 +65,12 @@ class SoftWorkerSide(WorkerSide):
             "suspendable": communicator.memory_bytes()["suspendable"] if communicator.needs_suspend else 0,
         }
 
+    def release_local_memory(self) -> int:
+        return int(self.soft.runtime.release_local_memory())
+
+    def restore_local_memory(self) -> None:
+        self.soft.runtime.restore_local_memory()
+
     def confirm_resumed(self, name: str, communicator: Any) -> None:
         assert not communicator._suspended
         self.soft.runtime.communicator.check()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint_executor.softgpu import CONTEXT_BYTES
+from checkpoint_executor.softgpu import CONTEXT_BYTES, LOCAL_MEMORY_BYTES
 from checkpoint_executor.workers.soft_graphs import SoftGraph
 from checkpoint_executor.workers.soft_runtime import SoftRuntime
 from checkpoint_executor.workers.soft_tensors import same_bits
@@ -107,6 +107,32 @@ def test_a_graph_survives_allocator_sleep_and_the_drivers_checkpoint(runtime: So
         assert work.equals_eager(graph, seed)
         before = [tensor.clone() for tensor in graph.output]
     assert [tensor.data_ptr() for tensor in graph.output] == addresses
+
+
+def test_local_memory_is_no_load_of_the_checkpoint_and_no_graph_runs_without_it(runtime: SoftRuntime) -> None:
+    work = Work(runtime)
+    graph = runtime.capture(work)
+    before = [tensor.clone() for tensor in graph.replay()]
+    held = held_bytes(runtime)
+    assert runtime.release_local_memory() == LOCAL_MEMORY_BYTES
+    assert runtime.release_local_memory() == 0
+    assert held_bytes(runtime) == held - LOCAL_MEMORY_BYTES
+    with pytest.raises(RuntimeError, match="local memory was given back"):
+        graph.replay()
+    driver = own_driver()
+    driver.lock(1000)
+    driver.checkpoint()
+    assert held_bytes(runtime) == 0
+    driver.restore()
+    driver.unlock()
+    assert held_bytes(runtime) == held - LOCAL_MEMORY_BYTES
+    with pytest.raises(RuntimeError, match="local memory was given back"):
+        graph.replay()
+    assert all(same_bits(e, f) for e, f in zip(before, graph.output, strict=True))
+    for _ in range(2):
+        runtime.restore_local_memory()
+        assert held_bytes(runtime) == held
+    assert work.equals_eager(graph, 0)
 
 
 def test_a_replay_over_sleeping_memory_is_refused_and_computes_nothing(runtime: SoftRuntime) -> None:
