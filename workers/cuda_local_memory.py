@@ -19,6 +19,8 @@ from checkpoint_executor.workers.cuda_calls import PrimaryContext, bindings, cal
 
 __all__ = ["LocalMemory"]
 
+_PAGE_BYTES = 2 << 20
+
 
 class LocalMemory:
     """A context's local memory.
@@ -35,9 +37,11 @@ class LocalMemory:
 
     @property
     def size_bytes(self) -> int:
-        """Device bytes that it takes now: the limit a thread times all threads of the device, by the driver's own
-        account to the byte (H200, limits of 0 to 16,384)."""
-        return self._limit() * self._threads
+        """Device bytes that it takes now: the limit a thread times all threads of the device, in whole pages.
+
+        NVML sees the same of every change, to the byte (H200, limits of 0 to 16,384).
+        """
+        return -(-self._limit() * self._threads // _PAGE_BYTES) * _PAGE_BYTES
 
     def release(self) -> int:
         """Give it back. Nothing may run in the context until :meth:`restore`; the caller has waited for what did.
@@ -47,13 +51,13 @@ class LocalMemory:
         """
         if self._limit_bytes is not None:
             return 0
-        limit_bytes = self._limit()
+        limit_bytes, size_bytes = self._limit(), self.size_bytes
         try:
             self._set(0)
         except DriverError:
             return 0
         self._limit_bytes = limit_bytes
-        return (limit_bytes - self._limit()) * self._threads
+        return size_bytes - self.size_bytes
 
     def restore(self) -> None:
         """Get it again, as large as it was. Idempotent.

@@ -59,7 +59,7 @@ int cuCtxSynchronize(void) { __atomic_add_fetch(&synchronizations, 1, __ATOMIC_S
 
 /* The stack limit, with the local memory that a context holds for it: outside of "used", but it wants room as well. */
 static u64 stack_limit = 1024, lowest_stack_limit = 0;
-u64 stub_local_bytes(void) { return stack_limit * 132 * 2048; }
+u64 stub_local_bytes(void) { return (stack_limit * 132 * 2048 + (2 << 20) - 1) >> 21 << 21; }
 void stub_set_stack_limit(u64 bytes) { stack_limit = bytes; }
 void stub_set_lowest_stack_limit(u64 bytes) { lowest_stack_limit = bytes; }
 int cuCtxGetLimit(u64 *value, int limit) { *value = stack_limit; return limit == 0 ? OK : INVALID_VALUE; }
