@@ -118,18 +118,8 @@ class CudaDriver:
         nvml = _open_nvml()
         handle = _nvml_call("nvmlDeviceGetHandleByUUID", nvml.nvmlDeviceGetHandleByUUID, device)
         memory = _nvml_call("nvmlDeviceGetMemoryInfo", nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
-        processes = _nvml_call(
-            "nvmlDeviceGetComputeRunningProcesses", nvml.nvmlDeviceGetComputeRunningProcesses, handle
-        )
-        # A pid of another pid namespace means nothing here, or names a bystander. NVML gives no size (None) where
-        # accounting is not possible, in some virtual machines.
-        holders = tuple(
-            (int(process.pid), int(process.usedGpuMemory))
-            for process in processes
-            if process.usedGpuMemory is not None and os.path.exists(f"/proc/{process.pid}")
-        )
         used = int(memory.used)
-        return DeviceMemory(total_bytes=used + int(memory.free), used_bytes=used, holders=holders)
+        return DeviceMemory(total_bytes=used + int(memory.free), used_bytes=used, holders=_holders(nvml, handle))
 
     def close(self) -> None:
         """Nothing to let go of. NVML is never shut down: unloading it made a later lock segfault its target (driver
@@ -171,6 +161,23 @@ class CudaDriver:
         if int(code) != 0:
             raise DriverError(name, int(code), getattr(code, "name", None))
         return results[0] if results else None
+
+
+def _holders(nvml: Any, handle: Any) -> tuple[tuple[int, int], ...]:
+    """(pid, bytes) of the processes on a GPU; none where NVML does not tell, which is no reason to fail a reading."""
+    try:
+        processes = _nvml_call(
+            "nvmlDeviceGetComputeRunningProcesses", nvml.nvmlDeviceGetComputeRunningProcesses, handle
+        )
+    except DriverError:
+        return ()  # not supported or not permitted, in some virtual machines and containers
+    # A pid of another pid namespace means nothing here, or names a bystander. NVML gives no size (None) where
+    # accounting is not possible, in some virtual machines.
+    return tuple(
+        (int(process.pid), int(process.usedGpuMemory))
+        for process in processes
+        if process.usedGpuMemory is not None and os.path.exists(f"/proc/{process.pid}")
+    )
 
 
 def _open_nvml() -> Any:

@@ -89,9 +89,7 @@ PICTURES = (
     Picture("timeline-16gib-tp1", one(report_pictures.timeline), (f"{ONE}/tp1/table-suspend-tp1-16gib.json",)),
     Picture("timeline-16gib-tp2", one(report_pictures.timeline), (f"{TWO}/table-suspend-tp2-16gib.json",)),
     Picture("cycles-demo-tp2", one(report_pictures.cycle_times), (f"{TWO}/demo-tp2.json",)),
-    Picture(
-        "memory-by-step-tp1", one(report_pictures.memory_by_step), (f"{LATER}/local-memory/attribution-tp1.json",)
-    ),
+    Picture("memory-by-step-tp1", one(report_pictures.memory_by_step), (f"{LATER}/local-memory/attribution-tp1.json",)),
     Picture(
         "memory-by-step-tp2", one(report_pictures.memory_by_step), (f"{TWO}/attribution/attribution-tp2-16gib.json",)
     ),

@@ -866,6 +866,9 @@ def main() -> int:
     if args.list:
         print("\n".join(part.name for part in (*PARTS, *EXTRA)))
         return 0
+    unknown = [name for name in args.parts if not any(part.name.startswith(name) for part in (*PARTS, *EXTRA))]
+    if unknown:
+        parser.error(f"no part is called {' or '.join(unknown)}; --list names them")
     args.out.mkdir(parents=True, exist_ok=True)
     out: Path = args.out.resolve()
     if args.child:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
+import pynvml
 import pytest
 
 from checkpoint_executor.driver_states import DriverCode, DriverError
+from checkpoint_executor.helper import cuda_driver
 from checkpoint_executor.helper.cuda_driver import CudaDriver
+from checkpoint_executor.helper.drivers import DeviceMemory
 from checkpoint_executor.messages import Target
 from tests.support import cuda_scenarios as scenarios
 from tests.support.cuda_stub import CudaStub, build_stub
@@ -33,10 +39,55 @@ def test_over_the_stub(stub: CudaStub, scenario: Callable[[], None]) -> None:
 
 
 def test_a_driver_that_was_not_opened_says_so() -> None:
-    import os
-
     from checkpoint_executor import procfs
 
     with pytest.raises(DriverError, match="open") as caught:
         CudaDriver().get_state(Target(0, os.getpid(), procfs.start_time(os.getpid()), "GPU-0"))
     assert caught.value.code == DriverCode.NOT_INITIALIZED
+
+
+def nvml(processes: list[Any] | None) -> Any:
+    """NVML with one GPU, as far as a reading asks it."""
+
+    def fail(code: int) -> NoReturn:
+        raise pynvml.NVMLError(code)  # type: ignore[no-untyped-call]
+
+    def handle(uuid: str) -> str:
+        return uuid if uuid == "GPU-0" else fail(pynvml.NVML_ERROR_NOT_FOUND)
+
+    def memory(handle: str, version: int) -> Any:
+        assert (handle, version) == ("GPU-0", 2)
+        return SimpleNamespace(total=1000, used=300, free=600)  # the rest is the driver's own reserve
+
+    def running(handle: str) -> list[Any]:
+        return processes if processes is not None else fail(pynvml.NVML_ERROR_NO_PERMISSION)
+
+    return SimpleNamespace(
+        nvmlMemory_v2=2,
+        nvmlDeviceGetHandleByUUID=handle,
+        nvmlDeviceGetMemoryInfo=memory,
+        nvmlDeviceGetComputeRunningProcesses=running,
+    )
+
+
+def reading(monkeypatch: pytest.MonkeyPatch, processes: list[Any] | None, device: str = "GPU-0") -> DeviceMemory:
+    monkeypatch.setattr(cuda_driver, "_open_nvml", lambda: nvml(processes))
+    return CudaDriver().device_memory(device)
+
+
+def test_a_reading_names_the_holders_that_are_processes_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = SimpleNamespace(pid=os.getpid(), usedGpuMemory=200)
+    elsewhere = SimpleNamespace(pid=2**22 + 1, usedGpuMemory=90)  # no pid of this namespace
+    unsized = SimpleNamespace(pid=os.getpid(), usedGpuMemory=None)
+    found = reading(monkeypatch, [here, elsewhere, unsized])
+    assert found == DeviceMemory(total_bytes=900, used_bytes=300, holders=((os.getpid(), 200),))
+
+
+def test_a_reading_does_without_the_holders_where_nvml_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reading(monkeypatch, None) == DeviceMemory(total_bytes=900, used_bytes=300, holders=())
+
+
+def test_a_reading_of_a_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DriverError) as caught:
+        reading(monkeypatch, [], "GPU-1")
+    assert caught.value.code == DriverCode.NO_DEVICE
