@@ -818,6 +818,22 @@ def check_numa_placement(facts: Facts) -> Iterator[Finding]:
             )
 
 
+@_check("module_loading")
+def check_module_loading(facts: Facts) -> Iterator[Finding]:
+    for about, environ in _environments(facts):
+        if environ.get("CUDA_MODULE_LOADING", "").strip().upper() == "EAGER":
+            yield Finding(
+                "module_loading",
+                Severity.WARNING,
+                about,
+                f"CUDA_MODULE_LOADING={environ['CUDA_MODULE_LOADING']}",
+                "Every kernel of every library is loaded, and each checkpoint and restore moves all of them: 2.4 "
+                "instead of 1.4 GiB beside weights and KV cache, 1.05 instead of 0.6 s down and 0.46 instead of 0.3 s "
+                "up (measured).",
+                "Remove CUDA_MODULE_LOADING: torch asks for lazy loading by itself.",
+            )
+
+
 @_check("pinned_memory")
 def check_pinned_memory(facts: Facts) -> Iterator[Finding]:
     if facts.front_door == "own":

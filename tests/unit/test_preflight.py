@@ -238,6 +238,10 @@ FIRING: dict[str, list[tuple[str, Facts, Severity]]] = {
         ("on both nodes", ranks(nodes=(0, 1), cpus="0-31"), NOTE),
         ("on the other node", ranks(nodes=(1,), cpus="16-31"), NOTE),
     ],
+    "module_loading": [
+        ("eager", single(environ={"CUDA_MODULE_LOADING": "EAGER"}), WARNING),
+        ("would be eager", replace(ALONE, environ={"CUDA_MODULE_LOADING": "eager"}), WARNING),
+    ],
     "pinned_memory": [
         ("vLLM", replace(single(environ={}), front_door="vllm"), NOTE),
         ("nothing runs yet", replace(ALONE, front_door=None), NOTE),
@@ -312,6 +316,10 @@ SILENT: dict[str, list[tuple[str, Facts]]] = {
         ("bound", ranks(nodes=(0,))),
         ("the GPU's node is not known", replace(ranks(nodes=(0, 1)), gpus=(GpuFacts("GPU-1", numa_node=-1),))),
         ("one node", replace(ranks(nodes=(0, 1)), host=replace(GOOD.host, numa_nodes=1))),
+    ],
+    "module_loading": [
+        ("torch chooses", single(environ={})),
+        ("lazy", single(environ={"CUDA_MODULE_LOADING": "LAZY"})),
     ],
     "pinned_memory": [
         ("our own workers", single(environ={})),
