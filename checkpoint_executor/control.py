@@ -659,7 +659,7 @@ class Control:
         if cause.kind is CauseKind.DEADLINE and cause.pending:
             child = self._children.get(cause.pending[0])
         error = cause.error
-        during = f" in stage {cause.stage!r}" if cause.stage else ""
+        during = f" in stage {cause.stage!r}" if cause.stage else self._during_calls()
         deadline_s = None
         kind: type[FatalError] = FatalError
         match cause.kind:
@@ -705,6 +705,11 @@ class Control:
         if kind is ProcessDiedError:
             facts["exit_status"] = cause.exit_status
         return kind(f"{what.removesuffix('.')}. {end}; build a new executor.{traceback_text}", **facts)
+
+    def _during_calls(self) -> str:
+        """What the workers were busy with, for a message: a method that ends its process is hard to find otherwise."""
+        names = dict.fromkeys(repr(request.call.name) for request in self._requests.values() if request.call)
+        return f" during the call of {', '.join(names)}" if names else ""
 
     def _crash(self, error: BaseException) -> None:
         processes.kill_all(self._children.values())

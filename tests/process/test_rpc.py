@@ -298,7 +298,7 @@ def test_a_method_that_is_none_is_an_error(executor: CUDACheckpointExecutor, met
 def test_a_worker_that_leaves_is_fatal(machine: SoftMachine) -> None:
     executor = machine.make(ranks=2)
     pids = executor.pids
-    with pytest.raises(ProcessDiedError, match="exited with status 3") as caught:
+    with pytest.raises(ProcessDiedError, match="exited with status 3 during the call of 'leave'") as caught:
         executor.collective_rpc("leave", args=(3,))
     assert (caught.value.exit_status, caught.value.role) == (3, "worker")
     assert_failed(machine, executor, caught.value, pids)
@@ -360,7 +360,7 @@ def test_a_worker_that_dies_ends_the_wait(machine: SoftMachine, gate: Gate) -> N
     call = in_thread(executor.collective_rpc, "wait_at", args=(gate.path,))
     gate.wait_reached(2)
     os.kill(pids["worker 1"], signal.SIGKILL)
-    with pytest.raises(ProcessDiedError, match=r"worker 1.*signal 9") as caught:
+    with pytest.raises(ProcessDiedError, match=r"worker 1.*signal 9 during the call of 'wait_at'") as caught:
         call.result(DEADLINE_S)
     assert (caught.value.rank, caught.value.pid, caught.value.exit_status) == (1, pids["worker 1"], -9)
     assert_failed(machine, executor, caught.value, pids)
