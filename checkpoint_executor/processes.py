@@ -104,10 +104,13 @@ def spawn(role: Role, rank: int, spec: str, environ: Mapping[str, str]) -> Child
     The child's stdout is our stderr: NCCL prints there, and a caller's stdout may be data.
     """
     package = "helper" if role is Role.HELPER else "workers"
+    # A daemon may have been started without one: descriptor 2 is then whatever was opened since, a socket of ours.
+    output = sys.__stderr__.fileno() if sys.__stderr__ is not None else subprocess.DEVNULL
     popen = subprocess.Popen(
         [sys.executable, "-P", "-m", f"checkpoint_executor.{package}", spec],
         stdin=subprocess.DEVNULL,
-        stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
         env=dict(environ),
         close_fds=True,
         # A group of its own: Ctrl-C in a terminal reaches the parent alone, which decides what happens.

@@ -172,6 +172,28 @@ def test_the_workers_stdout_does_not_land_on_the_parents(machine: SoftMachine, t
     assert set(err.splitlines()) == {"printed by a worker", "written by a worker", "complaint of a worker"}
 
 
+def test_a_parent_without_a_stderr_gives_its_workers_none(machine: SoftMachine, tmp_path: Path) -> None:
+    """As daemons are started. What has descriptor 2 in such a parent is a socket of ours, and no place to print to."""
+    use = """
+    def outputs(worker):
+        import os
+        return [os.readlink(f"/proc/self/fd/{number}") for number in (1, 2)]
+
+    with CUDACheckpointExecutor(MyWorker, **OPTIONS) as executor:
+        print(executor.collective_rpc(outputs))
+    """
+    script = write(tmp_path, options(machine), WORKER, use)
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" "$1" 2>&-', sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "[['/dev/null', '/dev/null']]\n")
+
+
 def test_a_worker_has_no_stdin(machine: SoftMachine) -> None:
     def read(worker: object) -> str:
         import sys
