@@ -614,9 +614,7 @@ class Loop:
                     continue
                 if os.fsencode(self.folder) in line and procfs.is_alive(int(path.name)):
                     found.append(f"process {path.name}: {line[:200]!r}")
-        found += [f"file {path}" for path in self.folder.glob("checkpoint-executor-*/*")]
-        shutil.rmtree(self.folder)
-        return found
+        return [*found, *(f"file {path}" for path in self.folder.glob("checkpoint-executor-*/*"))]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -666,7 +664,11 @@ def main(argv: Sequence[str]) -> int:
         train(json.loads(argv[1]))
         return 0
     options = parse(argv)
-    result = Loop(options).run()
+    loop = Loop(options)
+    try:
+        result = loop.run()
+    finally:
+        shutil.rmtree(loop.folder, ignore_errors=True)
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
     show(result)
