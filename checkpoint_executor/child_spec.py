@@ -24,6 +24,7 @@ class ChildSpec(Struct, frozen=True, forbid_unknown_fields=True):
     device_id: str = ""
     communication: str = "suspend"
     retain_backup: bool = True
+    release_local_memory: bool = True
     verify_weights: bool = False
     #: Largest single frame of user data that the parent takes.
     max_payload_bytes: int = 64 << 30

@@ -52,6 +52,8 @@ class ExecutorConfig(Struct, frozen=True, forbid_unknown_fields=True):
         communication: ``"suspend"`` (NCCL gives its memory back; peer-to-peer is kept) or ``"socket"``.
         undo_before_checkpoint: undo a failed lock and serve on (True), or treat it as fatal, as the seed does.
         retain_backup: keep the host memory of the weights' backup while awake, so that the next sleep is fast.
+        release_local_memory: give what CUDA keeps for kernels' local variables back before a checkpoint, instead of
+            having the driver copy it (``workers/cuda_local_memory.py`` has what that rests on, and what it saves).
         deadlines: see :class:`Deadlines`.
         wake_margin_bytes: free device memory that admission asks for beyond what waking needs.
         host_margin_bytes: available host memory that admission asks for beyond what a checkpoint moves there.
@@ -73,6 +75,7 @@ class ExecutorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     communication: str = "suspend"
     undo_before_checkpoint: bool = True
     retain_backup: bool = True
+    release_local_memory: bool = True
     deadlines: Deadlines = Deadlines()
     wake_margin_bytes: int = 64 << 20
     host_margin_bytes: int = 256 << 20

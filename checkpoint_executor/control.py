@@ -562,7 +562,8 @@ class Control:
                 return {"timeout_ms": int(config.deadlines.driver_lock_s * 1000)}
             case "admit_sleep":
                 return {
-                    "needed_bytes": self._bytes_of(send, ["suspendable", "local_memory"]),
+                    # Without local memory: it may have grown since the first reading, which this is held against.
+                    "needed_bytes": self._bytes_of(send, ["suspendable"]),
                     "margin_bytes": config.host_margin_bytes,
                     # The driver moves about 2 GB/s (measured); half of that is counted on.
                     "limit_bytes": int(config.deadlines.driver_s * 1e9),

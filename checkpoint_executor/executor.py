@@ -456,6 +456,7 @@ class _OwnWorkers:
             device_id=ids[rank] if ids and role is Role.WORKER else "",
             communication=self._config.communication,
             retain_backup=self._config.retain_backup,
+            release_local_memory=self._config.release_local_memory,
             verify_weights=self._config.verify_weights,
             max_payload_bytes=self._config.max_payload_bytes,
             soft_root=self._config.soft_root or "",

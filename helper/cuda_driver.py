@@ -165,12 +165,20 @@ class CudaDriver:
 
 def _holders(nvml: Any, handle: Any) -> tuple[tuple[int, int], ...]:
     """(pid, bytes) of the processes on a GPU; none where NVML does not tell, which is no reason to fail a reading."""
+    import pynvml
+
     try:
         processes = _nvml_call(
             "nvmlDeviceGetComputeRunningProcesses", nvml.nvmlDeviceGetComputeRunningProcesses, handle
         )
-    except DriverError:
-        return ()  # not supported or not permitted, in some virtual machines and containers
+    except DriverError as error:
+        # In some virtual machines and containers.
+        if error.name in (
+            f"NVML_ERROR_{pynvml.NVML_ERROR_NOT_SUPPORTED}",
+            f"NVML_ERROR_{pynvml.NVML_ERROR_NO_PERMISSION}",
+        ):
+            return ()
+        raise
     # A pid of another pid namespace means nothing here, or names a bystander. NVML gives no size (None) where
     # accounting is not possible, in some virtual machines.
     return tuple(

@@ -93,6 +93,13 @@ class PrimaryContext:
         self.handle = call("cuDevicePrimaryCtxRetain", self.device)
         self.make_current()
 
+    @staticmethod
+    def is_active(ordinal: int) -> bool:
+        """Whether somebody in this process has made the device's primary context already."""
+        call("cuInit", 0)
+        _, active = call("cuDevicePrimaryCtxGetState", call("cuDeviceGet", ordinal))
+        return bool(active)
+
     def make_current(self) -> None:
         """Bind the context to the calling thread: any thread may be the one that sleeps or wakes."""
         call("cuCtxSetCurrent", self.handle)

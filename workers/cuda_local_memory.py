@@ -51,8 +51,8 @@ class LocalMemory:
         """
         if self._limit_bytes is not None:
             return 0
-        limit_bytes, size_bytes = self._limit(), self.size_bytes
         try:
+            limit_bytes, size_bytes = self._limit(), self.size_bytes
             self._set(0)
         except DriverError:
             return 0

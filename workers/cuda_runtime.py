@@ -107,6 +107,9 @@ class CudaRuntime:
         uuids = device_uuids()
         ordinal = choose_device(uuids, device_uuid, index)
         meter = DeviceMeter(device_used_bytes(uuids[ordinal])) if attribution else None
+        if meter is not None and PrimaryContext.is_active(ordinal):
+            # The user's module has used CUDA when it was imported.
+            meter.explain(lambda: LocalMemory(PrimaryContext(ordinal)).size_bytes, lambda: None)
         with (meter or NoMeter()).watch("context"):
             # Before anything else of torch, or a context would appear on device 0 as well.
             torch.cuda.set_device(ordinal)

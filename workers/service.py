@@ -303,7 +303,7 @@ class WorkerService:
             workspace.checkpoint_prepare()
         self.runtime.synchronize()
         gc.disable()
-        return {"local_memory": self.runtime.release_local_memory()}
+        return {"local_memory": self.runtime.release_local_memory() if self._spec.release_local_memory else 0}
 
     def _restore_workspaces(self) -> Figures:
         # First: nothing may run without it.

@@ -394,6 +394,7 @@ class SoftCommunicator:
     def _require_active(self) -> None:
         if self._suspended:
             raise RuntimeError("the communicator is suspended; a collective must wait for wake_up()")
+        self._process.require_local_memory()
 
     def _exchange(self, operation: str, payload: bytes | memoryview) -> list[Any]:
         """Everybody's payload (at most ``_chunk_bytes``), as writable buffers, by the way that this mode has."""

@@ -71,6 +71,7 @@ class SoftWorkspace:
         """
         if not self._prepared:
             return
+        self._process.require_local_memory()
         self._segment.map()
         self._import_peers()
         self._prepared = False

@@ -78,8 +78,9 @@ class Worker:
     Args:
         context: the rank's place and device.
 
-    A worker does not call CUDA from threads of its own while a sleep is in progress or the executor is
-    asleep: a synchronise on a checkpointed process ends it (seen on drivers 580 and 595).
+    A worker does not call CUDA from threads of its own from the beginning of a sleep to the end of the wake, or of the
+    error that undid the sleep. A synchronise on a checkpointed process ends it (seen on drivers 580 and 595), and a
+    graph that is replayed while kernels' local memory is given back ends its context (H200, 580).
     """
 
     def __init__(self, context: WorkerContext) -> None:

@@ -376,6 +376,7 @@ class CUDACheckpointExecutor(MultiprocExecutor):  # type: ignore[misc, unused-ig
             suspended=self._communication == SUSPEND and self.world_size > 1,
             wakes_all=set(command.tags) >= control.sleeping,
             arena=self._uses_arena,
+            local_memory=self._settings.release_local_memory,
         )
         deferred = tuple(self._deferred) if command.stage == "worker_wake" else ()
         try:

@@ -43,6 +43,7 @@ class StageCall(Struct, frozen=True):
         helper_pid: whom to let trace this process. parent_pid, parent_start_time: EngineCore.
         endpoint: the control thread's socket. suspended: whether the communicators must be suspended for a checkpoint.
         wakes_all: whether nothing sleeps after this wake. arena: whether backups go to our own arena.
+        local_memory: whether kernels' local memory is given back before a checkpoint.
     """
 
     command: StageCommand
@@ -53,6 +54,7 @@ class StageCall(Struct, frozen=True):
     suspended: bool
     wakes_all: bool
     arena: bool
+    local_memory: bool
 
 
 def perform(worker: Any, side: type[WorkerSide], call_bytes: bytes, deferred: Sequence[Any] = ()) -> bytes:
@@ -155,22 +157,14 @@ class WorkerSide:
         figures["suspendable"] += sum(_suspendable_bytes(communicator) for _, communicator in self.communicators())
         return figures
 
-    def release_local_memory(self) -> int:
-        """Give back what the context has for kernels' local variables
-        (:mod:`~checkpoint_executor.workers.cuda_local_memory`). Returns device bytes."""
+    def open_local_memory(self) -> LocalMemory:
+        """What the context has for kernels' local variables."""
         import torch
 
         from checkpoint_executor.workers.cuda_calls import PrimaryContext
         from checkpoint_executor.workers.cuda_local_memory import LocalMemory
 
-        if _kept.local_memory is None:
-            _kept.local_memory = LocalMemory(PrimaryContext(torch.cuda.current_device()))
-        torch.cuda.synchronize()
-        return _kept.local_memory.release()
-
-    def restore_local_memory(self) -> None:
-        if _kept.local_memory is not None:
-            _kept.local_memory.restore()
+        return LocalMemory(PrimaryContext(torch.cuda.current_device()))
 
     def communicators(self) -> Iterator[tuple[str, Any]]:
         """(group, PyNccl communicator or None) of every group of more than one rank."""
@@ -192,6 +186,8 @@ class WorkerSide:
             for name, communicator in self.communicators():
                 _require_suspendable(name, communicator)
         _require_workspace_hooks()
+        # Here, where what fails is a start that is refused, and not an engine that dies in its first sleep.
+        _kept.local_memory = self.open_local_memory() if self.call.local_memory else None
         if self.call.arena:
             from checkpoint_executor.vllm import backend
 
@@ -230,11 +226,12 @@ class WorkerSide:
         # find is not touched while the collector is off.
         _kept.gc_was_enabled = gc.isenabled()
         gc.disable()
-        return {"local_memory": self.release_local_memory()}
+        return {"local_memory": _kept.local_memory.release() if _kept.local_memory is not None else 0}
 
     def restore_workspaces(self) -> Figures:
-        # First: nothing may run without it.
-        self.restore_local_memory()
+        if _kept.local_memory is not None:
+            # First: nothing may run without it.
+            _kept.local_memory.restore()
         if _kept.gc_was_enabled:
             gc.enable()
         self.worker.checkpoint_restore()

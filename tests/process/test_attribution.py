@@ -80,6 +80,13 @@ def test_every_byte_has_an_owner_at_every_step(machine: SoftMachine) -> None:
     assert host["rss"] > 0
 
 
+def test_local_memory_is_left_to_the_driver_where_the_user_wants_that(machine: SoftMachine) -> None:
+    executor = machine.make(Ballast, RANKS, attribution=True, release_local_memory=False)
+    for report, step in ((executor.sleep(), "workspaces_prepared"), (executor.wake_up(), "restored")):
+        check_adds_up(report)
+        assert held(report, step)["local_memory"] == LOCAL_MEMORY_BYTES
+
+
 def test_a_wake_by_tag_and_a_release_add_up_too(machine: SoftMachine) -> None:
     executor = machine.make(Ballast, RANKS, attribution=True)
     executor.sleep()

@@ -10,6 +10,7 @@ import pytest
 
 from checkpoint_executor import BusyError, ConfigError, FatalError, InsufficientMemoryError, metrics
 from checkpoint_executor.faults import Fault
+from checkpoint_executor.softgpu import LOCAL_MEMORY_BYTES
 from tests.support.executor_harness import Gate, SoftMachine, in_thread, inject_worker
 from tests.support.executor_workers import KV_CACHE_BYTES, WEIGHTS_BYTES
 
@@ -33,6 +34,7 @@ def test_the_status_tells_a_whole_life(machine: SoftMachine) -> None:
         assert rank.device_bytes == 0
         assert rank.wake_bytes["weights"] >= WEIGHTS_BYTES
         assert rank.wake_bytes["kv_cache"] >= KV_CACHE_BYTES
+        assert rank.wake_bytes["local_memory"] == LOCAL_MEMORY_BYTES
 
     executor.wake_up(["weights"])
     status = executor.status()

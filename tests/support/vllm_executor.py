@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import msgspec
@@ -65,11 +66,9 @@ class SoftWorkerSide(WorkerSide):
             "suspendable": communicator.memory_bytes()["suspendable"] if communicator.needs_suspend else 0,
         }
 
-    def release_local_memory(self) -> int:
-        return int(self.soft.runtime.release_local_memory())
-
-    def restore_local_memory(self) -> None:
-        self.soft.runtime.restore_local_memory()
+    def open_local_memory(self) -> Any:
+        runtime = self.soft.runtime
+        return SimpleNamespace(release=runtime.release_local_memory, restore=runtime.restore_local_memory)
 
     def confirm_resumed(self, name: str, communicator: Any) -> None:
         assert not communicator._suspended

@@ -55,6 +55,7 @@ def test_every_option_can_be_given() -> None:
         "communication": "socket",
         "undo_before_checkpoint": False,
         "retain_backup": False,
+        "release_local_memory": False,
         "deadlines": Deadlines(driver_s=5, driver_lock_s=1),
         "wake_margin_bytes": 0,
         "host_margin_bytes": 0,

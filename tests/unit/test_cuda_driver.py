@@ -46,8 +46,8 @@ def test_a_driver_that_was_not_opened_says_so() -> None:
     assert caught.value.code == DriverCode.NOT_INITIALIZED
 
 
-def nvml(processes: list[Any] | None) -> Any:
-    """NVML with one GPU, as far as a reading asks it."""
+def nvml(processes: list[Any] | int) -> Any:
+    """NVML with one GPU, as far as a reading asks it; instead of processes, the code of an error."""
 
     def fail(code: int) -> NoReturn:
         raise pynvml.NVMLError(code)  # type: ignore[no-untyped-call]
@@ -60,7 +60,7 @@ def nvml(processes: list[Any] | None) -> Any:
         return SimpleNamespace(total=1000, used=300, free=600)  # the rest is the driver's own reserve
 
     def running(handle: str) -> list[Any]:
-        return processes if processes is not None else fail(pynvml.NVML_ERROR_NO_PERMISSION)
+        return fail(processes) if isinstance(processes, int) else processes
 
     return SimpleNamespace(
         nvmlMemory_v2=2,
@@ -70,7 +70,7 @@ def nvml(processes: list[Any] | None) -> Any:
     )
 
 
-def reading(monkeypatch: pytest.MonkeyPatch, processes: list[Any] | None, device: str = "GPU-0") -> DeviceMemory:
+def reading(monkeypatch: pytest.MonkeyPatch, processes: list[Any] | int, device: str = "GPU-0") -> DeviceMemory:
     monkeypatch.setattr(cuda_driver, "_open_nvml", lambda: nvml(processes))
     return CudaDriver().device_memory(device)
 
@@ -83,8 +83,17 @@ def test_a_reading_names_the_holders_that_are_processes_here(monkeypatch: pytest
     assert found == DeviceMemory(total_bytes=900, used_bytes=300, holders=((os.getpid(), 200),))
 
 
-def test_a_reading_does_without_the_holders_where_nvml_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert reading(monkeypatch, None) == DeviceMemory(total_bytes=900, used_bytes=300, holders=())
+@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_NOT_SUPPORTED])
+def test_a_reading_does_without_the_holders_where_nvml_does_not_tell(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    assert reading(monkeypatch, code) == DeviceMemory(total_bytes=900, used_bytes=300, holders=())
+
+
+def test_a_reading_whose_holders_fail_otherwise_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them it would be taken for a GPU that nobody else uses."""
+    with pytest.raises(DriverError, match="nvmlDeviceGetComputeRunningProcesses"):
+        reading(monkeypatch, pynvml.NVML_ERROR_GPU_IS_LOST)
 
 
 def test_a_reading_of_a_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,11 +125,11 @@ def test_footprints_put_together_what_is_known_of_each_rank() -> None:
     found = footprints(
         {1: 101, 0: 100},
         {0: "GPU-0"},
-        {0: {"weights": 5, "kv_cache": 0, "suspendable": 7, "copied": 5, "torch_cache": 1}},
+        {0: {"weights": 5, "kv_cache": 0, "suspendable": 7, "local_memory": 3, "copied": 5, "torch_cache": 1}},
         report("sleep"),
     )
     assert found == (
-        RankFootprint(0, 100, "GPU-0", 10, {"weights": 5, "kv_cache": 0, "suspendable": 7}),
+        RankFootprint(0, 100, "GPU-0", 10, {"weights": 5, "kv_cache": 0, "suspendable": 7, "local_memory": 3}),
         RankFootprint(1, 101, "", 20, {}),
     )
     assert footprints({0: 100}, {}, {}, None) == (RankFootprint(0, 100),)

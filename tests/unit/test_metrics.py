@@ -24,7 +24,8 @@ class Executor:
 
     def __init__(self) -> None:
         self.health = HealthRecord("awake", 100.0)
-        self.ranks = (RankFootprint(0, 10, "GPU-0", 4 << 20, {"weights": 100, "kv_cache": 50, "suspendable": 7}),)
+        kinds = {"weights": 100, "kv_cache": 50, "suspendable": 7, "local_memory": 3}
+        self.ranks = (RankFootprint(0, 10, "GPU-0", 4 << 20, kinds),)
 
     def status(self) -> HealthStatus:
         return self.health.status(self.ranks)
@@ -78,13 +79,14 @@ def test_bytes_are_told_by_rank_device_kind_and_whether_they_sleep(executor: Exe
     def held(kind: str, state: str) -> float | None:
         return value(registry, "bytes", rank="0", device="GPU-0", kind=kind, state=state)
 
-    assert [held(kind, "resident") for kind in ("weights", "kv_cache", "suspendable")] == [100, 50, 7]
+    kinds = ("weights", "kv_cache", "suspendable", "local_memory")
+    assert [held(kind, "resident") for kind in kinds] == [100, 50, 7, 3]
     executor.health.phase_is("checkpointed", ALL, False, 1.0)
-    assert [held(kind, "asleep") for kind in ("weights", "kv_cache", "suspendable")] == [100, 50, 7]
+    assert [held(kind, "asleep") for kind in kinds] == [100, 50, 7, 3]
     executor.health.phase_is("awake", frozenset({"kv_cache"}), False, 2.0)
     assert held("weights", "resident") == 100
     assert held("kv_cache", "asleep") == 50
-    assert held("suspendable", "resident") == 7
+    assert [held(kind, "resident") for kind in ("suspendable", "local_memory")] == [7, 3]
     assert value(registry, "device_used_bytes", rank="0", device="GPU-0") == 4 << 20
 
 

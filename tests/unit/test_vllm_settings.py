@@ -16,6 +16,7 @@ def test_the_defaults_are_the_seeds() -> None:
     assert (deadlines.driver_s, deadlines.driver_lock_s) == (30, 10)
     assert (deadlines.worker_sleep_s, deadlines.worker_wake_s, deadlines.hook_s) == (120, 120, 120)
     assert settings.undo_before_checkpoint
+    assert settings.release_local_memory
 
 
 def test_every_setting_is_taken() -> None:
@@ -25,6 +26,7 @@ def test_every_setting_is_taken() -> None:
             "CHECKPOINT_EXECUTOR_RUNTIME_DIR": "/run/x",
             "CHECKPOINT_EXECUTOR_HOST_ARENA": "1",
             "CHECKPOINT_EXECUTOR_UNDO_BEFORE_CHECKPOINT": "0",
+            "CHECKPOINT_EXECUTOR_RELEASE_LOCAL_MEMORY": "0",
             "CHECKPOINT_EXECUTOR_WAKE_MARGIN_MIB": "7",
             "CHECKPOINT_EXECUTOR_DRIVER_S": "60",
             "CHECKPOINT_EXECUTOR_HOOK_S": "2.5",
@@ -33,6 +35,7 @@ def test_every_setting_is_taken() -> None:
     assert problems == []
     assert (settings.log, settings.runtime_dir, settings.host_arena) == ("/tmp/log", "/run/x", True)
     assert (settings.undo_before_checkpoint, settings.wake_margin_mib) == (False, 7)
+    assert not settings.release_local_memory
     assert (settings.deadlines.driver_s, settings.deadlines.hook_s) == (60, 2.5)
 
 

@@ -71,8 +71,25 @@ class Communicator:
         return self._has_suspend
 
 
+class LocalMemory:
+    """What the context has for kernels' local variables."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        self._calls = calls
+
+    def release(self) -> int:
+        self._calls.append(("release local memory", gc.isenabled()))
+        return 11
+
+    def restore(self) -> None:
+        self._calls.append(("restore local memory", gc.isenabled()))
+
+
 class Side(WorkerSide):
     found: list[tuple[str, Any]] = []
+
+    def open_local_memory(self) -> Any:
+        return LocalMemory(self.worker.calls)
 
     def device(self) -> str:
         return "GPU-x"
@@ -88,9 +105,10 @@ class Side(WorkerSide):
 
 
 @pytest.fixture(autouse=True)
-def _gc_as_before() -> Iterator[None]:
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     was = gc.isenabled()
     Side.found = []
+    monkeypatch.setattr(workers._kept, "local_memory", None)
     yield
     (gc.enable if was else gc.disable)()
 
@@ -114,6 +132,7 @@ def do(
             "suspended": True,
             "wakes_all": False,
             "arena": False,
+            "local_memory": True,
             **told,
         }
     )
@@ -199,22 +218,28 @@ def test_a_flashinfer_that_cannot_give_its_workspaces_up_is_refused(
     assert error is None or "no checkpoint_prepare: 0.6.18 or later is needed" in error.message
 
 
-def test_the_collector_is_off_from_prepare_to_restore() -> None:
+@pytest.mark.parametrize("given_back", [True, False])
+def test_local_memory_is_given_back_last_and_got_again_first(monkeypatch: pytest.MonkeyPatch, given_back: bool) -> None:
+    """Nothing may run without it. The collector is off between prepare and restore."""
+    monkeypatch.setattr(workers, "allow_tracing_by", lambda pid: None)
+    monkeypatch.setattr(workers, "_die_with", lambda pid, started: None)
     worker = Worker()
     gc.enable()
-    do(worker, "prepare_workspaces")
+    replies = [do(worker, "introduce", suspended=False, local_memory=given_back), do(worker, "prepare_workspaces")]
     assert not gc.isenabled()
-    do(worker, "restore_workspaces")
+    replies.append(do(worker, "restore_workspaces"))
     assert gc.isenabled()
     assert worker.gc_during_restore
-    assert worker.calls == ["prepare", "restore"]
+    assert [reply.error for reply in replies] == [None] * 3
+    assert replies[1].figures == {"local_memory": 11 if given_back else 0}
+    release, restore = ([("release local memory", False)], [("restore local memory", False)])
+    assert worker.calls == ["prepare", *(release + restore if given_back else []), "restore"]
 
 
 def test_a_collector_that_was_off_stays_off() -> None:
     gc.disable()
     worker = Worker()
-    do(worker, "prepare_workspaces")
-    do(worker, "restore_workspaces")
+    assert [do(worker, stage).error for stage in ("prepare_workspaces", "restore_workspaces")] == [None, None]
     assert not gc.isenabled()
 
 
