@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = ["CONTROL_TIMEOUT_S", "ControlCallError", "ControlClient", "OutcomeUnknownError", "url_probe"]
 
-#: Above the sum of what a sleep may take inside (worker 120 s, hooks 120 s, lock and checkpoint 30 s each), so that
-#: the engine's own verdict comes first where it can still give one.
-CONTROL_TIMEOUT_S = 360.0
+#: Above the sum of what a sleep may take inside: vLLM's three calls before it and the worker's part, the hooks (120 s
+#: each), lock, checkpoint, admission and three readings (30 s each). So the engine's own verdict comes first where it
+#: can still give one.
+CONTROL_TIMEOUT_S = 900.0
 
 _BODY_CHARACTERS = 2000
 

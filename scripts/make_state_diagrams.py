@@ -55,9 +55,12 @@ from checkpoint_executor.messages import (  # noqa: E402
     WakeRequested,
 )
 from checkpoint_executor.tags import ALL_TAGS, KV_CACHE, WEIGHTS  # noqa: E402
+from checkpoint_executor.vllm.settings import Settings  # noqa: E402
 
 PAGE = ROOT / "docs" / "state-diagrams.md"
 DOORS: dict[str, StageLists] = {"own workers": OWN_STAGES, "vLLM": VLLM_STAGES}
+#: What each has if nobody says otherwise.
+DEADLINES = {"own workers": Deadlines(), "vLLM": Settings().deadlines}
 PLANS = {
     "start": "Start",
     "down": "Sleep",
@@ -235,12 +238,12 @@ def undo_diagram(plan: tuple[Stage, ...]) -> Iterator[str]:
     yield "```"
 
 
-def stage_table(plan: tuple[Stage, ...]) -> Iterator[str]:
+def stage_table(plan: tuple[Stage, ...], deadlines: Deadlines) -> Iterator[str]:
     yield "| # | stage | who | deadline | on error | undone by |"
     yield "|---|---|---|---|---|---|"
     for i, stage in enumerate(plan):
         shared = stage.deadline in SHARED_DEADLINES and i > 0 and plan[i - 1].deadline is stage.deadline
-        seconds = Deadlines().seconds(stage.deadline)
+        seconds = deadlines.seconds(stage.deadline)
         deadline = (
             f"{stage.deadline.value}, shared with the stage before"
             if shared
@@ -299,7 +302,7 @@ def page() -> Iterator[str]:
             yield ""
             yield from plan_diagram(plan)
             yield ""
-            yield from stage_table(plan)
+            yield from stage_table(plan, DEADLINES[door])
         yield ""
         yield "### Undo of a failed lock"
         yield ""
