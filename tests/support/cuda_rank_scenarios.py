@@ -381,26 +381,17 @@ def replay(rank: int, value: float) -> tuple[str, str]:
 
 
 def capture_local_arrays(rank: int, array_ints: int) -> str:
-    """A graph of a kernel whose threads, more than the device holds, each use an array too large for registers; the
-    digest of what it computes."""
+    """A graph of a kernel whose threads each use an array too large for registers; the digest of what it computes."""
     import torch
 
-    code = """
-    extern "C" __global__ void mix(const int *seeds, int *out) {
-        int array[ARRAY];
-        unsigned index = blockIdx.x * blockDim.x + threadIdx.x, state = seeds[0] + index;
-        for (int i = 0; i < ARRAY; ++i) array[i] = state = state * 1664525u + 1013904223u;
-        for (int i = 0; i < ARRAY; ++i) array[(state >> 8) % ARRAY] ^= state = state * 1664525u + array[i];
-        for (int i = 0; i < ARRAY; ++i) state = state * 31u + array[i];
-        out[index] = state;
-    }""".replace("ARRAY", str(array_ints))
-    kernel = torch.cuda._compile_kernel(code, "mix")  # type: ignore[attr-defined, unused-ignore]
-    blocks, threads = 132 * 16, 256
+    from checkpoint_executor.workers.self_test_kernel import LocalArrays
+
+    kernel = LocalArrays(torch.cuda.current_device(), array_ints)
     seeds = torch.zeros(1, dtype=torch.int32, device=runtime().torch_device)
-    out = torch.zeros(blocks * threads, dtype=torch.int32, device=runtime().torch_device)
+    out = torch.zeros(kernel.numbers, dtype=torch.int32, device=runtime().torch_device)
 
     def step() -> torch.Tensor:
-        kernel(grid=(blocks, 1, 1), block=(threads, 1, 1), args=(seeds, out))
+        kernel.launch(seeds, out)
         return out
 
     _open.update(local_seeds=seeds, local_graph=runtime().capture(step))
