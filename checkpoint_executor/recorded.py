@@ -412,6 +412,19 @@ class _Arms(_Written):
     weights_gib: float | None = None
 
 
+class _LoggedMemory(Struct):
+    rank: int
+    used_bytes: int
+    kinds: dict[str, int]
+    host: dict[str, int] = {}
+    unaccounted: dict[str, int] = {}
+
+
+class _LoggedStep(Struct):
+    step: str
+    ranks: tuple[_LoggedMemory, ...]
+
+
 class _LogEntry(Struct):
     """One line of ``CHECKPOINT_EXECUTOR_LOG``: an operation, or an ``error`` and none of its times."""
 
@@ -423,6 +436,7 @@ class _LogEntry(Struct):
     time: float | None = None
     device_bytes_before: tuple[int, ...] = ()
     device_bytes_after: tuple[int, ...] = ()
+    memory: tuple[_LoggedStep, ...] = ()
 
 
 class _PartCycle(Struct):
@@ -797,6 +811,7 @@ def _cycle_log(source: str, entries: tuple[_LogEntry, ...]) -> Run:
         f"Cycle log of an executor, TP={ranks}",
         ranks,
         cycles=tuple(cycles),
+        attribution=_log_attribution(entries),
         remarks=(
             "a log of sleeps and wakes alone: it says neither what ran nor whether the answers stayed the same",
             "device bytes are the whole reading: what an empty device has is not in the log",
@@ -959,6 +974,23 @@ def _log_cycles(entries: Iterable[_LogEntry]) -> list[Cycle]:
             wakes.append(entry)
     close()
     return cycles
+
+
+def _log_attribution(entries: Iterable[_LogEntry]) -> tuple[AttributedCycle, ...]:
+    """The steps of each cycle of a log whose executor told them: of a sleep, and of what came after it."""
+    cycles: list[list[Step]] = []
+    for entry in entries:
+        if not entry.memory:
+            continue
+        if entry.operation == "sleep" or not cycles:
+            cycles.append([])
+        for step in entry.memory:
+            ranks = (
+                RankMemory(memory.rank, memory.used_bytes, memory.kinds, memory.host, memory.unaccounted)
+                for memory in step.ranks
+            )
+            cycles[-1].append(Step(step.step, tuple(ranks)))
+    return tuple(AttributedCycle(number, tuple(steps)) for number, steps in enumerate(cycles, 1))
 
 
 def _above(used: Sequence[int], empty: Sequence[int]) -> tuple[int, ...]:

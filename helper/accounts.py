@@ -6,6 +6,7 @@ For attribution only. Knows the driver's readings and ``/proc``; does not know w
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 from checkpoint_executor import procfs
 from checkpoint_executor.driver_states import DriverError
@@ -17,7 +18,8 @@ __all__ = ["Accounts"]
 
 class Accounts:
     """Made before the driver is opened: the first reading is of devices that nobody of this executor has touched, since
-    workers open theirs only when every process is connected, and this one connects when it has opened the driver.
+    workers open theirs only when every process is connected, and this one connects when it has opened the driver. (Not
+    so under vLLM: :meth:`were_there`.)
 
     A device that cannot be read (another's on this host, say) counts as empty: readings must not keep anybody from
     starting.
@@ -31,6 +33,19 @@ class Accounts:
     def opened(self) -> None:
         """The driver is open: the difference is this process's own."""
         self._own = {device: used - self._empty.get(device, used) for device, used in self._used().items()}
+
+    def were_there(self, targets: Iterable[Target]) -> None:
+        """These workers held their devices before the first reading (vLLM's do), which was of no empty device then.
+
+        Where the driver does not tell what a process holds, nobody else is taken to have been there.
+        """
+        for target in targets:
+            try:
+                theirs = dict(self._driver.device_memory(target.device).holders).get(target.pid)
+            except DriverError:
+                theirs = None
+            empty = self._empty.get(target.device, 0)
+            self._empty[target.device] = 0 if theirs is None else max(0, empty - theirs)
 
     def figures(self, target: Target) -> dict[str, int]:
         """Bytes: ``empty`` and ``helper`` on the target's device, ``rss`` and ``rss_anon`` of the target on the host.

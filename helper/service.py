@@ -274,6 +274,8 @@ class HelperService:
             except Exception as failure:  # noqa: BLE001
                 error = error_info(failure)
             answers.append((target, watch, error, state))
+        if self._accounts is not None and self._spec.front_door == "vllm":
+            self._accounts.were_there(command.targets)
         findings = preflight.inspect(
             [(target, preflight.query_of(state, error)) for target, _, error, state in answers],
             device_kind=self._spec.device_kind,

@@ -178,6 +178,11 @@ def prepare_early(offload_graphs: bool = False) -> None:
     _memory.prepare_early(size_bytes + (_GRAPH_POOLS_BYTES if offload_graphs else 0))
 
 
+def arena_bytes() -> int:
+    """Host memory of the arena."""
+    return _memory.capacity_bytes
+
+
 def _to_back_up(tags: frozenset[str]) -> Iterator[tuple[int, int]]:
     """Address and bytes of each of cumem's allocations that a sleep will back up."""
     from vllm.device_allocator import get_mem_allocator_instance

@@ -57,6 +57,11 @@ class BackupMemory:
         self._hasher: Hasher | None = None
 
     @property
+    def capacity_bytes(self) -> int:
+        """Host memory of all of it."""
+        return sum(chunk.capacity_bytes for chunk in self._chunks)
+
+    @property
     def hasher(self) -> Hasher | None:
         """Takes fingerprints of device memory; None before there is any room here, and where no kernel can be had."""
         return self._hasher
@@ -125,6 +130,10 @@ class _Chunk:
         self._given = 0
         self._used_bytes = 0
         self._alive = 0
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._arena.capacity_bytes
 
     @property
     def free_bytes(self) -> int:

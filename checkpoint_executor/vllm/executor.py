@@ -40,7 +40,7 @@ from checkpoint_executor.child_spec import ChildSpec
 from checkpoint_executor.communication import SUSPEND
 from checkpoint_executor.config import ExecutorConfig
 from checkpoint_executor.control import Control
-from checkpoint_executor.coordinator import VLLM_STAGES, Phase, Stage
+from checkpoint_executor.coordinator import ACCOUNT, VLLM_STAGES, Phase, Stage, attributed
 from checkpoint_executor.errors import (
     BusyError,
     CheckpointExecutorError,
@@ -84,7 +84,7 @@ _HOUSEKEEPING = frozenset({"synchronize_device", "reset_mm_cache", "reset_encode
 
 _STAGES: dict[str, Stage] = {
     stage.name: stage
-    for plan in (VLLM_STAGES.start, VLLM_STAGES.down, VLLM_STAGES.up, VLLM_STAGES.release, VLLM_STAGES.wake)
+    for plan in (VLLM_STAGES.start, VLLM_STAGES.down, VLLM_STAGES.up, VLLM_STAGES.release, VLLM_STAGES.wake, (ACCOUNT,))
     for stage in plan
 }
 
@@ -212,6 +212,7 @@ class CUDACheckpointExecutor(MultiprocExecutor):  # type: ignore[misc, unused-ig
                 settings.deadlines, shutdown_s=float(envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS)
             ),
             wake_margin_bytes=settings.wake_margin_mib << 20,
+            attribution=settings.attribution,
             runtime_dir=settings.runtime_dir,
         )
         runtime_dir = directories.make_runtime_directory(settings.runtime_dir)
@@ -229,12 +230,13 @@ class CUDACheckpointExecutor(MultiprocExecutor):  # type: ignore[misc, unused-ig
             locks_dir=str(directories.locks_directory()),
             front_door="vllm",
             ignore_preflight=self._config.ignore_preflight,
+            attribution=settings.attribution,
             faults=self.helper_faults(),
         )
         self._endpoint = spec.endpoint
         self._control = Control(
             self._config,
-            VLLM_STAGES,
+            attributed(VLLM_STAGES) if settings.attribution else VLLM_STAGES,
             self._link,
             runtime_dir,
             msgspec.json.encode(spec).decode(),
@@ -377,6 +379,7 @@ class CUDACheckpointExecutor(MultiprocExecutor):  # type: ignore[misc, unused-ig
             wakes_all=set(command.tags) >= control.sleeping,
             arena=self._uses_arena,
             local_memory=self._settings.release_local_memory,
+            attribution=self._settings.attribution,
         )
         deferred = tuple(self._deferred) if command.stage == "worker_wake" else ()
         try:

@@ -31,6 +31,7 @@ class Settings(Struct, frozen=True):
         runtime_dir: where the executor's private directory is made; short, since sockets are in it.
         host_arena: keep cumem's backups in our huge-page arena although the sleep-mode backend is called ``cumem``.
         undo_before_checkpoint: undo a failed lock and serve on, or kill, as the seed does.
+        attribution: read the GPUs after every stage and have the workers tell what they hold, for the log.
         release_local_memory: give kernels' local memory back before a checkpoint, instead of having the driver copy it.
         wake_margin_mib: free device memory that a wake asks for beyond what it needs, MiB.
         deadlines: seconds, by kind of stage.
@@ -41,6 +42,7 @@ class Settings(Struct, frozen=True):
     host_arena: bool = False
     undo_before_checkpoint: bool = True
     release_local_memory: bool = True
+    attribution: bool = False
     wake_margin_mib: int = 64
     deadlines: Deadlines = Deadlines(start_s=120.0)
 
@@ -94,7 +96,7 @@ def _take(fields: dict[str, object], name: str, variable: str, text: str) -> str
         if value is None or value < 0:
             return f"{variable}={text} must be a whole number of MiB, not negative"
         fields[name] = value
-    elif name in ("host_arena", "undo_before_checkpoint", "release_local_memory"):
+    elif name in ("host_arena", "undo_before_checkpoint", "release_local_memory", "attribution"):
         if text not in ("0", "1"):
             return f"{variable}={text} must be 0 or 1"
         fields[name] = text == "1"

@@ -11,10 +11,10 @@ process.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from select import POLLIN, poll
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from checkpoint_executor import procfs, wire
 from checkpoint_executor.child import Stopwatch, allow_tracing_by, error_info
 from checkpoint_executor.messages import ErrorInfo, Role, StageCommand, StageReply, identity
 from checkpoint_executor.tags import ALL_TAGS, KV_CACHE
+from checkpoint_executor.vllm.ledger import SUSPENDABLE, ledger, memory_statistic
 
 if TYPE_CHECKING:
     from checkpoint_executor.workers.cuda_local_memory import LocalMemory
@@ -44,6 +45,7 @@ class StageCall(Struct, frozen=True):
         endpoint: the control thread's socket. suspended: whether the communicators must be suspended for a checkpoint.
         wakes_all: whether nothing sleeps after this wake. arena: whether backups go to our own arena.
         local_memory: whether kernels' local memory is given back before a checkpoint.
+        attribution: whether to tell after the stage what this worker holds.
     """
 
     command: StageCommand
@@ -55,6 +57,7 @@ class StageCall(Struct, frozen=True):
     wakes_all: bool
     arena: bool
     local_memory: bool
+    attribution: bool
 
 
 def perform(worker: Any, side: type[WorkerSide], call_bytes: bytes, deferred: Sequence[Any] = ()) -> bytes:
@@ -69,6 +72,7 @@ def perform(worker: Any, side: type[WorkerSide], call_bytes: bytes, deferred: Se
     watch = Stopwatch()
     error: ErrorInfo | None = None
     figures: Figures = {}
+    held: Figures = {}
     device: str | None = None
     rank = -1
     try:
@@ -76,10 +80,19 @@ def perform(worker: Any, side: type[WorkerSide], call_bytes: bytes, deferred: Se
         stages = side(worker, call, deferred)
         figures = stages.perform(command)
         device = stages.found_device
+        held = stages.account() if call.attribution else {}
     except Exception as failure:  # noqa: BLE001 - whatever vLLM's worker raises belongs to the executor
         error = error_info(failure)
     reply = StageReply(
-        command.cycle, command.index, command.stage, rank, watch.elapsed_s, error=error, figures=figures, device=device
+        command.cycle,
+        command.index,
+        command.stage,
+        rank,
+        watch.elapsed_s,
+        error=error,
+        figures=figures,
+        device=device,
+        ledger=held,
     )
     if error is not None:
         _tell_at_once(call.endpoint, reply)
@@ -118,6 +131,8 @@ class WorkerSide:
         match command.stage:
             case "introduce":
                 return self.introduce()
+            case "account":
+                return {}
             case "worker_sleep":
                 return self.sleep()
             case "confirm_suspended":
@@ -154,7 +169,9 @@ class WorkerSide:
         for data in list(allocator.pointer_to_data.values()):
             name = data.tag if data.tag in ALL_TAGS else "suspendable"
             figures[name] += int(data.handle[1])
-        figures["suspendable"] += sum(_suspendable_bytes(communicator) for _, communicator in self.communicators())
+        figures["suspendable"] += sum(
+            memory_statistic(communicator, SUSPENDABLE) for _, communicator in self.communicators()
+        )
         return figures
 
     def open_local_memory(self) -> LocalMemory:
@@ -166,6 +183,19 @@ class WorkerSide:
 
         return LocalMemory(PrimaryContext(torch.cuda.current_device()))
 
+    def ledger(self) -> Figures:
+        """What this worker holds, by kind."""
+        import torch
+
+        from checkpoint_executor.vllm import backend
+
+        return ledger(
+            torch.cuda.current_device(),
+            [communicator for _, communicator in self.communicators()],
+            _kept.local_memory.size_bytes if _kept.local_memory is not None else 0,
+            backend.arena_bytes() if self.call.arena else 0,
+        )
+
     def communicators(self) -> Iterator[tuple[str, Any]]:
         """(group, PyNccl communicator or None) of every group of more than one rank."""
         from vllm.distributed import parallel_state
@@ -174,6 +204,14 @@ class WorkerSide:
             group = reference()
             if group is not None and group.device_communicator is not None:
                 yield name, getattr(group.device_communicator, "pynccl_comm", None)
+
+    def account(self) -> Figures:
+        """The ledger. A reading for the report: an error in it must not fail the stage."""
+        try:
+            return self.ledger()
+        except Exception:  # noqa: BLE001 - then all of it is remainder, and the log says why
+            traceback.print_exc()
+            return {}
 
     # -- stages ----------------------------------------------------------------------------------
 
@@ -314,24 +352,6 @@ def _require_suspendable(name: str, communicator: Any) -> None:
         )
     if not communicator.nccl.has_symbol("ncclCommSuspend"):
         raise RuntimeError(f"the NCCL of group {name!r} has no ncclCommSuspend: 2.29.7 or later is needed")
-
-
-#: ``ncclCommMemStats``: bytes that a suspend releases.
-_GPU_MEM_SUSPEND = 0
-
-
-def _suspendable_bytes(communicator: Any) -> int:
-    """What the communicator will take back when it resumes; 0 where NCCL cannot say."""
-    if communicator is None or communicator.disabled:
-        return 0
-    try:
-        statistics = communicator.nccl.lib.ncclCommMemStats
-        found = ctypes.c_uint64()
-        if statistics(communicator.comm, ctypes.c_int(_GPU_MEM_SUSPEND), ctypes.byref(found)) == 0:
-            return int(found.value)
-    except (AttributeError, ctypes.ArgumentError):
-        pass
-    return 0
 
 
 def _require_workspace_hooks() -> None:

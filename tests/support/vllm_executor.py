@@ -66,6 +66,9 @@ class SoftWorkerSide(WorkerSide):
             "suspendable": communicator.memory_bytes()["suspendable"] if communicator.needs_suspend else 0,
         }
 
+    def ledger(self) -> Figures:
+        return dict(self.soft.runtime.ledger())
+
     def open_local_memory(self) -> Any:
         runtime = self.soft.runtime
         return SimpleNamespace(release=runtime.release_local_memory, restore=runtime.restore_local_memory)

@@ -146,6 +146,33 @@ def test_the_helper_knows_what_was_there_before_and_what_is_its_own() -> None:
     assert (late["empty"], late["helper"]) == (0, 0)
 
 
+def test_workers_that_were_there_before_the_first_reading_are_not_somebody_else() -> None:
+    import os
+
+    from checkpoint_executor.messages import Target
+
+    driver: Any = TwoDevices()
+    accounts = Accounts(driver)  # of the 100 bytes on A, 70 are the worker's
+    holders = {"A": ((os.getpid(), 70), (1, 30)), "B": ()}
+    driver.device_memory = lambda device: DeviceMemory(1000, 104, holders[device])
+    targets = [Target(0, os.getpid(), 0, "A"), Target(1, os.getpid(), 0, "B")]
+    accounts.were_there(targets)
+    assert [accounts.figures(target)["empty"] for target in targets] == [30, 0]
+
+
+def test_where_the_driver_does_not_tell_holders_everything_is_taken_to_be_the_workers() -> None:
+    import os
+
+    from checkpoint_executor.messages import Target
+
+    driver: Any = TwoDevices()
+    accounts = Accounts(driver)
+    target = Target(0, os.getpid(), 0, "A")
+    assert accounts.figures(target)["empty"] == 100
+    accounts.were_there([target])
+    assert accounts.figures(target)["empty"] == 0
+
+
 def test_a_device_that_cannot_be_read_keeps_nobody_from_starting(capsys: pytest.CaptureFixture[str]) -> None:
     driver: Any = TwoDevices()
     driver.devices = lambda: ("A", "no such device", "B")

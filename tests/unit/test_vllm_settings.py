@@ -17,6 +17,7 @@ def test_the_defaults_are_the_seeds() -> None:
     assert (deadlines.worker_sleep_s, deadlines.worker_wake_s, deadlines.hook_s) == (120, 120, 120)
     assert settings.undo_before_checkpoint
     assert settings.release_local_memory
+    assert not settings.attribution
 
 
 def test_every_setting_is_taken() -> None:
@@ -27,6 +28,7 @@ def test_every_setting_is_taken() -> None:
             "CHECKPOINT_EXECUTOR_HOST_ARENA": "1",
             "CHECKPOINT_EXECUTOR_UNDO_BEFORE_CHECKPOINT": "0",
             "CHECKPOINT_EXECUTOR_RELEASE_LOCAL_MEMORY": "0",
+            "CHECKPOINT_EXECUTOR_ATTRIBUTION": "1",
             "CHECKPOINT_EXECUTOR_WAKE_MARGIN_MIB": "7",
             "CHECKPOINT_EXECUTOR_DRIVER_S": "60",
             "CHECKPOINT_EXECUTOR_HOOK_S": "2.5",
@@ -36,6 +38,7 @@ def test_every_setting_is_taken() -> None:
     assert (settings.log, settings.runtime_dir, settings.host_arena) == ("/tmp/log", "/run/x", True)
     assert (settings.undo_before_checkpoint, settings.wake_margin_mib) == (False, 7)
     assert not settings.release_local_memory
+    assert settings.attribution
     assert (settings.deadlines.driver_s, settings.deadlines.hook_s) == (60, 2.5)
 
 

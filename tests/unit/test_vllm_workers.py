@@ -133,6 +133,7 @@ def do(
             "wakes_all": False,
             "arena": False,
             "local_memory": True,
+            "attribution": False,
             **told,
         }
     )
