@@ -148,11 +148,15 @@ PARTS = [
     Part("cumem-8b-tp1", "cycles", "8b", 1, "cumem", 420, 4),
 ]
 
-#: Not run unless named: they need FlashInfer, with its trtllm kernels compiled ahead. In the first, all-reduces are
-#: calls of their own; in the second a compile pass fuses most with the norm that follows, as vLLM does by default.
+#: Not run unless named. The first two need FlashInfer, with its trtllm kernels compiled ahead: in the first, all-
+#: reduces are calls of their own; in the second a compile pass fuses most with the norm that follows, as vLLM does by
+#: default. The others tell whose the GPUs' bytes are at each step, which costs time: no seconds of theirs count.
 EXTRA = [
     Part("flashinfer-0.6b-tp2", "flashinfer", "0.6b", 2, "arena", 330, 2),
     Part("flashinfer_fused-0.6b-tp2", "flashinfer", "0.6b", 2, "arena", 330, 2),
+    Part("memory-0.6b-tp1", "memory", "0.6b", 1, "arena+graphs", 240, 2),
+    Part("memory-8b-tp1", "memory", "8b", 1, "arena+graphs", 240, 2),
+    Part("memory-8b-tp2", "memory", "8b", 2, "arena+graphs", 240, 2),
 ]
 
 
@@ -679,12 +683,26 @@ def _median(cycles: Sequence[dict[str, Any]], name: str) -> float | None:
     return round(statistics.median(cycle[name] for cycle in cycles), 3) if cycles else None
 
 
+def run_memory(part: Part, record: Recorder) -> None:
+    """Sleep and wake with the executor's attribution: what it read is in the log (``NAME.jsonl``)."""
+    engine = Engine(part, record)
+    engine.llm.collective_rpc(enlarge_embeddings)
+    before = engine.outputs()
+    same = []
+    for _ in range(part.cycles):
+        engine.llm.sleep(level=1)
+        engine.llm.wake_up()
+        same.append(engine.outputs() == before)
+    record(same_outputs=same, log=cycle_log(), summary={"identical": all(same), "cycles": len(same)})
+
+
 KINDS: dict[str, Callable[[Part, Recorder], None]] = {
     "cycles": run_cycles,
     "fail_worker": run_fail_worker,
     "fail_fit": run_fail_fit,
     "fail_core": run_fail_core,
     "flashinfer": run_flashinfer,
+    "memory": run_memory,
 }
 
 
@@ -717,6 +735,8 @@ def environment(part: Part, out: Path, nccl: str | None, flashinfer: str) -> dic
             environ["CHECKPOINT_EXECUTOR_HOST_ARENA"] = "1"
     # Its own, because two that start together might write the same one.
     environ["VLLM_CACHE_ROOT"] = str(Path(tempfile.gettempdir()) / "gpu-vllm-cache" / part.name)
+    if part.kind == "memory":
+        environ["CHECKPOINT_EXECUTOR_ATTRIBUTION"] = "1"
     if part.kind == "flashinfer":
         environ["VLLM_ALLREDUCE_USE_FLASHINFER"] = "1"
         # A kernel that is missing is an error at once, and not minutes of nvcc.

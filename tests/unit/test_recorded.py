@@ -212,6 +212,24 @@ def test_a_cycle_log_is_json_lines_or_one_line() -> None:
     assert recorded.read("log.jsonl", lines.splitlines()[0]).cycles == ()
 
 
+def test_a_log_with_attribution_has_the_steps_of_each_cycle() -> None:
+    def memory(step: str, used: int) -> dict[str, Any]:
+        rank = {"rank": 0, "used_bytes": used, "empty_bytes": 0, "kinds": {"weights": used}, "host": {"rss": 1}}
+        return {"step": step, "ranks": [rank]}
+
+    entries = runs.log(cycles=2)
+    for sleep, wake in (entries[:2], entries[2:]):
+        sleep["memory"] = [memory("awake", 7), memory("checkpointed", 0)]
+        wake["memory"] = [memory("woken", 7)]
+    run = recorded.read("cycles.jsonl", "\n".join(map(json.dumps, entries)).encode())
+    assert [cycle.number for cycle in run.attribution] == [1, 2]
+    for cycle in run.attribution:
+        assert [step.step for step in cycle.steps] == ["awake", "checkpointed", "woken"]
+        assert [step.ranks[0].kinds["weights"] for step in cycle.steps] == [7, 0, 7]
+        assert [step.ranks[0].missing_bytes for step in cycle.steps] == [0, 0, 0]
+    assert read(runs.part()).attribution == ()
+
+
 def test_a_log_may_hold_operations_that_were_refused_or_failed(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     log = CycleLog(str(path))

@@ -68,7 +68,7 @@ def test_a_ledger_that_cannot_be_read_is_all_remainder_and_fails_nothing(
     assert [held(slept, "awake", rank) for rank in range(ranks)] == [{"remainder": size} for size in used]
 
 
-def test_the_log_is_read_and_drawn_as_an_attribution(attributed: Engine) -> None:
+def test_the_log_is_read_as_an_attribution(attributed: Engine) -> None:
     for _ in range(2):
         attributed.llm.sleep(level=1)
         attributed.llm.wake_up(tags=["weights"])
