@@ -569,10 +569,10 @@ class Control:
                     "limit_bytes": int(config.deadlines.driver_s * 1e9),
                 }
             case "admit_wake":
-                untagged = ["suspendable", "local_memory"] if send.restoring else []
-                if not send.restoring and self._coordinator.state.sleeping == frozenset(ALL_TAGS):
-                    # An undone sleep of vLLM's leaves them suspended although nothing is to be restored.
-                    untagged = ["suspendable"]
+                untagged = ["local_memory"] if send.restoring else []
+                # An undone sleep of vLLM's leaves them suspended although nothing is to be restored.
+                if send.restoring or self._coordinator.state.sleeping == frozenset(ALL_TAGS):
+                    untagged.append("suspendable")
                 return {
                     "needed_bytes": self._bytes_of(send, untagged),
                     "margin_bytes": config.wake_margin_bytes,
