@@ -94,6 +94,12 @@ PICTURES = (
         "memory-by-step-tp2", one(report_pictures.memory_by_step), (f"{TWO}/attribution/attribution-tp2-16gib.json",)
     ),
     Picture(
+        "memory-by-step-vllm-8b-tp1",
+        one(report_pictures.memory_by_step),
+        (f"{LATER}/vllm/present/memory-8b-tp1.cycles.jsonl",),
+        ("vLLM 0.33.0, Qwen3 8B dimensions, TP=1",),
+    ),
+    Picture(
         "vllm-stock-and-ours",
         report_pictures.comparison,
         (
@@ -120,7 +126,7 @@ PICTURES = (
     Picture(
         "timeline-vllm-8b-tp1",
         one(report_pictures.timeline),
-        (f"{TWO}/vllm/third/ours-8b-tp1.cycles.jsonl",),
+        (f"{LATER}/local-memory/8b-tp1-given-back.cycles.jsonl",),
         ("vLLM 0.33.0, Qwen3 8B dimensions, TP=1",),
     ),
 )

@@ -151,13 +151,15 @@ def test_workers_that_were_there_before_the_first_reading_are_not_somebody_else(
 
     from checkpoint_executor.messages import Target
 
+    mib = 1 << 20
     driver: Any = TwoDevices()
-    accounts = Accounts(driver)  # of the 100 bytes on A, 70 are the worker's
-    holders = {"A": ((os.getpid(), 70), (1, 30)), "B": ()}
-    driver.device_memory = lambda device: DeviceMemory(1000, 104, holders[device])
+    driver.used = {"A": 1000 * mib, "B": 709 * mib}
+    accounts = Accounts(driver)
+    # The rest of A is somebody's, that of B nobody's: NVML's figures of processes are a little short.
+    driver.device_memory = lambda device: DeviceMemory(9000 * mib, driver.used[device], ((os.getpid(), 700 * mib),))
     targets = [Target(0, os.getpid(), 0, "A"), Target(1, os.getpid(), 0, "B")]
     accounts.were_there(targets)
-    assert [accounts.figures(target)["empty"] for target in targets] == [30, 0]
+    assert [accounts.figures(target)["empty"] for target in targets] == [300 * mib, 0]
 
 
 def test_where_the_driver_does_not_tell_holders_everything_is_taken_to_be_the_workers() -> None:
