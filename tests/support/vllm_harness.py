@@ -28,7 +28,7 @@ from checkpoint_executor.softgpu import CONTEXT_BYTES, SoftGpu, device_name
 from tests.support.targets import ChildProcess, close_all
 from tests.support.vllm_waiting import DEADLINE_S, pause, wait_until
 
-__all__ = ["EXECUTOR", "Engine", "VllmMachine", "install_plugins"]
+__all__ = ["EXECUTOR", "Engine", "OnMachine", "VllmMachine", "install_plugins"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -215,7 +215,28 @@ def suspend_environment(ranks: int) -> dict[str, str]:
     }
 
 
-class Engine:
+class OnMachine:
+    """What runs on a machine of its own, seen from outside."""
+
+    machine: VllmMachine
+    ranks: int
+
+    @property
+    def status(self) -> status.Status:
+        (found,) = self.machine.statuses()
+        return found
+
+    @property
+    def used_bytes(self) -> list[int]:
+        return self.machine.used_bytes(self.ranks)
+
+    @property
+    def nothing(self) -> list[int]:
+        """:attr:`used_bytes` of a checkpointed engine."""
+        return [0] * self.ranks
+
+
+class Engine(OnMachine):
     """A running ``LLM``, and its processes as seen from outside."""
 
     def __init__(self, machine: VllmMachine, ranks: int, options: dict[str, Any]) -> None:
@@ -240,26 +261,12 @@ class Engine:
         return self.llm.llm_engine.engine_core
 
     @property
-    def status(self) -> status.Status:
-        (found,) = self.machine.statuses()
-        return found
-
-    @property
     def worker_pids(self) -> list[int]:
         return [self.pids[f"worker {rank}"] for rank in range(self.ranks)]
 
     @property
     def is_sleeping(self) -> bool:
         return bool(self.client.is_sleeping())
-
-    @property
-    def used_bytes(self) -> list[int]:
-        return self.machine.used_bytes(self.ranks)
-
-    @property
-    def nothing(self) -> list[int]:
-        """:attr:`used_bytes` of a checkpointed engine."""
-        return [0] * self.ranks
 
     def tokens(self, prompt: Sequence[int] = PROMPT, count: int = 24) -> list[int]:
         """Greedy tokens after a prompt."""

@@ -12,8 +12,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from checkpoint_executor import process_tree, procfs, status
-from tests.support.vllm_harness import EXECUTOR, PROMPT, VllmMachine
+from checkpoint_executor import process_tree, procfs
+from tests.support.vllm_harness import EXECUTOR, PROMPT, OnMachine, VllmMachine
 from tests.support.vllm_waiting import DEADLINE_S, wait_until
 
 __all__ = ["Client", "Server", "free_port", "serve_command", "server_environment"]
@@ -72,7 +72,7 @@ class Client:
             return error.code, _decoded(error.read())
 
 
-class Server(Client):
+class Server(Client, OnMachine):
     """``vllm serve`` in development mode."""
 
     def __init__(self, machine: VllmMachine, ranks: int = 1) -> None:
@@ -98,20 +98,6 @@ class Server(Client):
                 return False
 
         wait_until(ready, "the server answers", 3 * DEADLINE_S)
-
-    @property
-    def status(self) -> status.Status:
-        (found,) = self.machine.statuses()
-        return found
-
-    @property
-    def used_bytes(self) -> list[int]:
-        return self.machine.used_bytes(self.ranks)
-
-    @property
-    def nothing(self) -> list[int]:
-        """:attr:`used_bytes` of a checkpointed engine."""
-        return [0] * self.ranks
 
     def close(self) -> None:
         assert self.process.pid is not None
